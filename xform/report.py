@@ -1,0 +1,70 @@
+"""What every pass did to a program, what it left alone and why, and what it promised of the compiled result.
+
+The report is the log: nothing else prints. Passes call `did`, `declined` and `promised`; the command line and `Lowered.report()` render it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Literal
+
+Kind = Literal["did", "declined", "dropped", "promised"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Note:
+    """One line of the report. `what` is the thing, `why` the reason, `where` the user's source line."""
+
+    kind: Kind
+    pass_name: str
+    what: str
+    why: str = ""
+    where: str = ""
+
+    def __str__(self) -> str:
+        text = f"{self.pass_name}: {self.kind} {self.what}"
+        if self.why:
+            text += f": {self.why}"
+        if self.where:
+            text += f" ({self.where})"
+        return text
+
+
+class Report:
+    """Notes in the order in which they were made; the same note made n times stands once, with its count."""
+
+    def __init__(self) -> None:
+        self._counts: dict[Note, int] = {}
+
+    def add(self, note: Note) -> None:
+        self._counts[note] = self._counts.get(note, 0) + 1
+
+    def did(self, pass_name: str, what: str, why: str = "", where: str = "") -> None:
+        self.add(Note("did", pass_name, what, why, where))
+
+    def declined(self, pass_name: str, what: str, why: str, where: str = "") -> None:
+        self.add(Note("declined", pass_name, what, why, where))
+
+    def dropped(self, pass_name: str, what: str, why: str, where: str = "") -> None:
+        """An axis of a rule that could not be used, with the reason."""
+        self.add(Note("dropped", pass_name, what, why, where))
+
+    def promised(self, pass_name: str, what: str, why: str = "", where: str = "") -> None:
+        self.add(Note("promised", pass_name, what, why, where))
+
+    def __iter__(self) -> Iterator[tuple[Note, int]]:
+        return iter(self._counts.items())
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def of(self, kind: Kind) -> list[Note]:
+        return [note for note in self._counts if note.kind == kind]
+
+    def lines(self) -> list[str]:
+        """The report as text, a line a note."""
+        return [str(note) + (f" [x{count}]" if count > 1 else "") for note, count in self]
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
