@@ -1,0 +1,28 @@
+"""What every test runs under: eight virtual CPU devices, no network, and the `slow` marker.
+
+The environment is set when this file is imported, before any test can import jax; the workers of pytest-xdist import it too.
+"""
+
+import os
+
+import pytest
+
+_DEVICES = "--xla_force_host_platform_device_count"
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["TRANSFORMERS_OFFLINE"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}=8".strip()
+
+import hypothesis  # noqa: E402  (after the environment: its plugins may import numpy and jax)
+
+# The same examples in every run, and no deadline: the first example of a test pays for jax's tracing.
+hypothesis.settings.register_profile("xform", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("xform")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "slow: takes over two seconds; the test says why")

@@ -1,0 +1,411 @@
+"""`parallelize`: a function and a plan become a function that behaves like `jax.jit`, rewritten.
+
+On each new combination of argument types the function is traced (with the boundary up, when the plan has model-stage
+passes), the step-stage passes run over the whole program, and the result is copied into the trace that `jax.jit` has
+open. Dispatch, donation, static arguments and caching are therefore jit's own, and a call costs what jit costs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import networkx as nx
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from xform.context import Context, Leaf
+from xform.errors import PlanError
+from xform.plan import Pass, Plan
+from xform.report import Report
+from xform.topologies import make_mesh
+from xform.trace import Jaxpr, Tracer, boundary, inline, plain_aval, trace_context, trace_flat, typeof
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """The program before and after one pass."""
+
+    name: str
+    before: Jaxpr
+    after: Jaxpr
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """One traced and rewritten form of a function, for one combination of argument types.
+
+    jaxpr: the program after all passes, over the flat arguments. stages: what each pass did, the model stage's first.
+    in_shardings and out_shardings: a layout a leaf, None where the plan says nothing. seconds: trace and rewrite.
+    """
+
+    jaxpr: Jaxpr
+    stages: tuple[Stage, ...]
+    report: Report
+    inputs: tuple[Leaf, ...]
+    outputs: tuple[Leaf, ...]
+    in_shardings: tuple[NamedSharding | None, ...]
+    out_shardings: tuple[NamedSharding | None, ...]
+    reasons: dict[str, str]
+    in_tree: Any
+    out_tree: Any
+    seconds: dict[str, float]
+
+    @property
+    def original(self) -> Jaxpr:
+        """The program as it was traced, after model-stage passes and before the first step-stage one."""
+        steps = [s for s in self.stages if not s.name.endswith("(model)")]
+        return steps[0].before if steps else self.jaxpr
+
+
+class Parallelized:
+    """A function under a plan. Call it as you would call `jax.jit(fn)`."""
+
+    def __init__(self, fn: Callable[..., Any], plan: Plan, mesh: Mesh, jit_options: dict[str, Any]) -> None:
+        self.plan, self.mesh = plan, mesh
+        self._fn, self._options = fn, jit_options
+        self._programs: dict[Any, Program] = {}
+        functools.update_wrapper(self, fn, updated=())
+        self._jit = jax.jit(self._entry(), **jit_options)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._jit(*args, **kwargs)
+
+    def trace(self, *args: Any, **kwargs: Any) -> Program:
+        """Traces and rewrites for these arguments (arrays or ShapeDtypeStructs), and compiles nothing."""
+        return self._trace(args, kwargs)[0]
+
+    def _trace(self, args: Any, kwargs: Any) -> tuple[Program, Any]:
+        seen: list[Program] = []
+        traced = jax.jit(self._entry(seen), **self._options).trace(*args, **kwargs)
+        return seen[-1], traced
+
+    def lower(self, *args: Any, **kwargs: Any) -> Lowered:
+        """Traces, rewrites and lowers for these arguments, laid out on the mesh as the plan says."""
+        start = time.perf_counter()
+        program = self.trace(*args, **kwargs)
+        laid = self._with_layout(program, args, kwargs)
+        _, traced = self._trace(*laid)
+        ready = time.perf_counter()
+        lowered = traced.lower()
+        seconds = {
+            **program.seconds,
+            "lower": time.perf_counter() - ready,
+            "analysis": max(0.0, ready - start - sum(program.seconds.values())),
+        }
+        return Lowered(program, lowered, self.mesh, seconds)
+
+    def place(self, *args: Any) -> Any:
+        """The leading arguments on the mesh, laid out as the plan says: one argument gives it, several a tuple.
+
+        Which dimension is what is known only from the whole program, so all arguments are needed, or an earlier
+        `trace`, `lower` or call with arguments of the same types. Raises PlanError otherwise.
+        """
+        program = self._program_for(args, "place")
+        flat = [jax.tree.leaves(a) for a in args]
+        wanted = iter(self._leading(program, len(flat)))
+        placed = [
+            jax.tree.unflatten(jax.tree.structure(a), [_put(x, next(wanted)) for x in leaves])
+            for a, leaves in zip(args, flat, strict=True)
+        ]
+        return placed[0] if len(placed) == 1 else tuple(placed)
+
+    def init(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """`init_fn(*args)`, the function's first argument, born on the mesh: no device or host ever holds it whole."""
+        shapes = jax.eval_shape(init_fn, *args, **kwargs)
+        program = self._program_for((shapes,), "init")
+        shardings = jax.tree.unflatten(jax.tree.structure(shapes), self._leading(program, 1))
+        return jax.jit(init_fn, out_shardings=shardings)(*args, **kwargs)
+
+    def shardings(self, *args: Any, **kwargs: Any) -> Any:
+        """The layout of the arguments, as a pair of trees like (args, kwargs), for a call with these arguments."""
+        program = self.trace(*args, **kwargs)
+        return jax.tree.unflatten(program.in_tree, self._leading(program, None))
+
+    # -------------------------------------------------------------- how a program comes about
+
+    def _entry(self, seen: list[Program] | None = None) -> Callable[..., Any]:
+        """A fresh function for jit to trace: rewrites the user's function and copies the result into jit's trace."""
+
+        def entry(*args: Any, **kwargs: Any) -> Any:
+            if jax.config.jax_disable_jit:
+                return self._fn(*args, **kwargs)
+            leaves, tree = jax.tree.flatten((args, kwargs))
+            program = self._specialize(leaves, tree)
+            if seen is not None:
+                seen.append(program)
+            values = [x for x in leaves if isinstance(x, Tracer)]
+            values = [_constrain(x, s) for x, s in zip(values, program.in_shardings, strict=True)]
+            outs = inline(program.jaxpr, *values)
+            outs = [_constrain(x, s) for x, s in zip(outs, program.out_shardings, strict=True)]
+            return jax.tree.unflatten(program.out_tree, outs)
+
+        functools.update_wrapper(entry, self._fn, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
+        entry.__signature__ = getattr(self._fn, "__signature__", None) or _signature(self._fn)  # type: ignore[attr-defined]
+        return entry
+
+    def _specialize(self, leaves: Sequence[Any], tree: Any) -> Program:
+        static = tuple((i, x) for i, x in enumerate(leaves) if not isinstance(x, Tracer))
+        avals = tuple(plain_aval(typeof(x)) for x in leaves if isinstance(x, Tracer))
+        key = (tree, static, avals, trace_context())
+        program = self._programs.get(key)
+        if program is None:
+            program = self._programs[key] = self._make(tree, dict(static), avals)
+        return program
+
+    def _make(self, tree: Any, static: dict[int, Any], avals: Sequence[Any]) -> Program:
+        report = Report()
+        stages: list[Stage] = []
+        numbers = [i for i in range(tree.num_leaves) if i not in static]
+        inputs = _input_leaves(tree, numbers, avals, self._options)
+        out_tree: Any = None
+        outputs: tuple[Leaf, ...] = ()
+        spent = 0.0
+
+        def flat(*values: Any) -> list[Any]:
+            nonlocal out_tree, outputs
+            leaves = dict(static) | dict(zip(numbers, values, strict=True))
+            args, kwargs = jax.tree.unflatten(tree, [leaves[i] for i in range(tree.num_leaves)])
+            with_paths, out_tree = jax.tree_util.tree_flatten_with_path(self._fn(*args, **kwargs))
+            outputs = tuple(Leaf(jax.tree_util.keystr(p), typeof(x)) for p, x in with_paths)
+            return [x for _, x in with_paths]
+
+        def model(jaxpr: Jaxpr) -> Jaxpr:
+            nonlocal spent
+            start = time.perf_counter()
+            context = Context("model", self.mesh, report, _leaves(jaxpr.invars), _leaves(jaxpr.outvars), self.plan.axes)
+            after = _run(jaxpr, model_passes, context, stages, " (model)")
+            spent += time.perf_counter() - start
+            return after
+
+        model_passes = _of_stage(self.plan.passes, "model")
+        name = getattr(self._fn, "__name__", "fn")
+        start = time.perf_counter()
+        paths = [leaf.path for leaf in inputs]
+        if model_passes:
+            differentiated = False
+
+            def once(jaxpr: Jaxpr) -> Jaxpr:
+                nonlocal differentiated
+                differentiated = True
+                return model(jaxpr)
+
+            with boundary(once, model_passes):
+                jaxpr = trace_flat(flat, avals, name, paths)
+            if not differentiated:
+                jaxpr = model(jaxpr)
+        else:
+            jaxpr = trace_flat(flat, avals, name, paths)
+        traced = time.perf_counter()
+        context = Context("step", self.mesh, report, inputs, outputs, self.plan.axes)
+        jaxpr = _run(jaxpr, _of_stage(self.plan.passes, "step"), context, stages, "")
+        rewritten = time.perf_counter()
+        return Program(
+            jaxpr,
+            tuple(stages),
+            report,
+            inputs,
+            outputs,
+            tuple(context.in_shardings),
+            tuple(context.out_shardings),
+            context.reasons,
+            tree,
+            out_tree,
+            {"trace": traced - start - spent, "rewrite": rewritten - traced + spent},
+        )
+
+    # -------------------------------------------------------------- layouts of arguments
+
+    def _leading(self, program: Program, count: int | None) -> list[Any]:
+        """The layout of every leaf of the first `count` arguments (None: of all); static leaves have none."""
+        replicated = NamedSharding(self.mesh, jax.sharding.PartitionSpec())
+        of_leaf = {leaf.path: s or replicated for leaf, s in zip(program.inputs, program.in_shardings, strict=True)}
+        found = []
+        for path, _ in _paths(program.in_tree):
+            number = _argument(path)
+            if count is None or (isinstance(number, int) and number < count):
+                found.append(of_leaf.get(_keystr(path)))
+        return found
+
+    def _with_layout(self, program: Program, args: Any, kwargs: Any) -> Any:
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        layouts = self._leading(program, None)
+        laid = [x if s is None else _struct(x, s) for x, s in zip(leaves, layouts, strict=True)]
+        return jax.tree.unflatten(tree, laid)
+
+    def _program_for(self, args: Sequence[Any], verb: str) -> Program:
+        """A program whose leading arguments are of these types."""
+        wanted = [(jax.tree.structure(a), [(np.shape(x), _dtype(x)) for x in jax.tree.leaves(a)]) for a in args]
+        for program in reversed(list(self._programs.values())):
+            positional, _ = jax.tree.unflatten(program.in_tree, range(program.in_tree.num_leaves))
+            if len(positional) < len(args):
+                continue
+            avals = {leaf.path: leaf.aval for leaf in program.inputs}
+            paths = {i: avals.get(_keystr(p)) for i, (p, _) in enumerate(_paths(program.in_tree))}
+            if all(
+                jax.tree.structure(have) == structure
+                and all(
+                    (a := paths[i]) is not None and (a.shape, a.dtype) == t
+                    for i, t in zip(jax.tree.leaves(have), types, strict=True)
+                )
+                for have, (structure, types) in zip(positional, wanted, strict=False)
+            ):
+                return program
+        try:
+            return self.trace(*args)
+        except TypeError as error:
+            raise PlanError(
+                f"{verb} needs to know the whole program, since it is the program that says which dimension is what;"
+                f" {getattr(self._fn, '__name__', 'the function')} was not traced yet with arguments of these types."
+                " Call .trace(...) once with all arguments (jax.ShapeDtypeStructs will do;"
+                " jax.eval_shape(init_fn, key) gives a state's), or place all arguments together:"
+                f" state, batch = step.place(state, batch). ({error})"
+            ) from None
+
+
+@dataclasses.dataclass(frozen=True)
+class Lowered:
+    """A lowered program with what the passes did to it."""
+
+    program: Program
+    lowered: jax.stages.Lowered
+    mesh: Mesh
+    seconds: dict[str, float]
+
+    def as_text(self) -> str:
+        """The StableHLO, sources and locations left out: the same in every process."""
+        return self.lowered.as_text()
+
+    def compile(self) -> jax.stages.Compiled:
+        return self.lowered.compile()
+
+    def report(self) -> str:
+        """What every pass did and left alone, a line each."""
+        return str(self.program.report)
+
+
+def parallelize(
+    fn: Callable[..., Any],
+    plan: Plan,
+    *,
+    devices: Sequence[Any] | None = None,
+    donate_argnums: int | Sequence[int] | None = None,
+    donate_argnames: str | Iterable[str] | None = None,
+    static_argnums: int | Sequence[int] | None = None,
+    static_argnames: str | Iterable[str] | None = None,
+) -> Parallelized:
+    """Rewrites `fn` as `plan` says; the result behaves like `jax.jit(fn, ...)` with the same options.
+
+    fn: any JAX function: a loss, a forward pass, a decode step, or a training step that differentiates inside.
+    devices: those to lay the mesh on; default `jax.devices()`.
+    Raises PlanError when the plan's mesh does not fit the devices, and, at the first call, when the plan cannot be
+    honoured for this program.
+    """
+    mesh = make_mesh(list(devices) if devices is not None else jax.devices(), plan.mesh, plan.dcn)
+    options = {
+        "donate_argnums": donate_argnums,
+        "donate_argnames": donate_argnames,
+        "static_argnums": static_argnums,
+        "static_argnames": static_argnames,
+    }
+    return Parallelized(fn, plan, mesh, {k: v for k, v in options.items() if v is not None})
+
+
+def _run(
+    jaxpr: Jaxpr, passes: Sequence[Pass], context: Context, stages: list[Stage], suffix: str
+) -> Jaxpr:
+    for p in passes:
+        before = jaxpr
+        jaxpr = p.rewrite(jaxpr, context)
+        stages.append(Stage(type(p).__name__.lower() + suffix, before, jaxpr))
+    return jaxpr
+
+
+def _of_stage(passes: Sequence[Pass], stage: str) -> tuple[Pass, ...]:
+    """The passes that act on a stage, in the order their needs allow: each after those its `after` names."""
+    chosen = [p for p in passes if stage in p.stages]
+    names = [type(p).__name__.lower() for p in chosen]
+    order = nx.DiGraph()
+    order.add_nodes_from(range(len(chosen)))
+    for i, p in enumerate(chosen):
+        order.add_edges_from((j, i) for j, n in enumerate(names) if n in getattr(p, "after", ()) and j != i)
+    try:
+        return tuple(chosen[i] for i in nx.lexicographical_topological_sort(order))
+    except nx.NetworkXUnfeasible:
+        raise PlanError(f"the passes {', '.join(names)} each want to come after one another") from None
+
+
+# ---------------------------------------------------------------- arguments and their names
+
+
+def _signature(fn: Callable[..., Any]) -> Any:
+    import inspect
+
+    try:
+        return inspect.signature(fn)
+    except (TypeError, ValueError):
+        return None
+
+
+def _paths(tree: Any) -> list[tuple[Any, Any]]:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(tree, range(tree.num_leaves)))
+    return leaves
+
+
+def _keystr(path: Any) -> str:
+    """The path without the (args, kwargs) pair around it: `[0]['params']['w']`, `['scale']`."""
+    return jax.tree_util.keystr(path[1:])
+
+
+def _argument(path: Any) -> int | str:
+    """The number of a positional argument, the name of a keyword one."""
+    return path[1].idx if path[0].idx == 0 else path[1].key
+
+
+def _input_leaves(
+    tree: Any, numbers: Sequence[int], avals: Sequence[Any], options: dict[str, Any]
+) -> tuple[Leaf, ...]:
+    donated = set(_as_tuple(options.get("donate_argnums"))) | set(_as_tuple(options.get("donate_argnames")))
+    paths = _paths(tree)
+    return tuple(
+        Leaf(_keystr(paths[i][0]), aval, _argument(paths[i][0]), _argument(paths[i][0]) in donated)
+        for i, aval in zip(numbers, avals, strict=True)
+    )
+
+
+def _as_tuple(x: Any) -> tuple[Any, ...]:
+    return () if x is None else (x,) if isinstance(x, (int, str)) else tuple(x)
+
+
+def _leaves(variables: Sequence[Any]) -> tuple[Leaf, ...]:
+    return tuple(Leaf("", v.aval) for v in variables)
+
+
+def _dtype(x: Any) -> Any:
+    return x.dtype if hasattr(x, "dtype") else np.result_type(x)
+
+
+def _struct(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+    aval = typeof(x) if not isinstance(x, jax.ShapeDtypeStruct) else x
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=getattr(aval, "weak_type", False))
+
+
+def _constrain(x: Any, sharding: NamedSharding | None) -> Any:
+    return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
+
+
+def _put(x: Any, sharding: NamedSharding | None) -> Any:
+    """x on the mesh. Across processes every one must hold the same whole value, and keeps only its own shards."""
+    if sharding is None:
+        return x
+    if sharding.is_fully_addressable or isinstance(x, jax.Array) and not x.is_fully_addressable:
+        return jax.device_put(x, sharding)
+    if jax.dtypes.issubdtype(_dtype(x), jax.dtypes.prng_key):
+        data = _put(jax.random.key_data(x), NamedSharding(sharding.mesh, sharding.spec))
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    host = np.asarray(x)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])

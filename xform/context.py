@@ -1,0 +1,64 @@
+"""What a pass is told about the program it rewrites: the mesh, the inputs and outputs, their axes, and the report.
+
+A pass takes a program to a program; what it decides about the arguments, their layout, it writes into the context,
+and `parallelize` applies it. One context serves one traced function, through all passes of its stage.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from jax.sharding import Mesh, NamedSharding
+
+from xform.axes import find_axes
+from xform.report import Report
+from xform.roles import Roles, find_roles
+from xform.trace import Jaxpr
+
+Stage = Literal["model", "step", "compiler"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One array among a function's inputs or outputs.
+
+    path: as `jax.tree_util.keystr` writes it, over (args..., kwargs...) for inputs; '' where it has no name.
+    argument: the number (or keyword) of the argument it belongs to; -1 for outputs and closed-over values.
+    """
+
+    path: str
+    aval: Any
+    argument: int | str = -1
+    donated: bool = False
+
+
+@dataclasses.dataclass
+class Context:
+    """Handed to every pass of one stage.
+
+    in_shardings, out_shardings: one a leaf of `inputs` and `outputs`, None where no pass has said anything.
+    """
+
+    stage: Stage
+    mesh: Mesh
+    report: Report
+    inputs: Sequence[Leaf]
+    outputs: Sequence[Leaf]
+    axis_names: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    in_shardings: list[NamedSharding | None] = dataclasses.field(default_factory=list)
+    out_shardings: list[NamedSharding | None] = dataclasses.field(default_factory=list)
+    reasons: dict[str, str] = dataclasses.field(default_factory=dict)
+    _roles: tuple[Jaxpr, Roles] | None = None
+
+    def __post_init__(self) -> None:
+        self.in_shardings = self.in_shardings or [None] * len(self.inputs)
+        self.out_shardings = self.out_shardings or [None] * len(self.outputs)
+
+    def roles(self, jaxpr: Jaxpr) -> Roles:
+        """The axes of `jaxpr` and their roles; analysed once for the same program."""
+        if self._roles is None or self._roles[0] is not jaxpr:
+            paths = [leaf.path for leaf in self.inputs]
+            self._roles = (jaxpr, find_roles(find_axes(jaxpr), self.axis_names, paths))
+        return self._roles[1]

@@ -1,0 +1,90 @@
+"""How the equations that hold programs of their own (scan, cond, jit, remat, custom rules ...) are entered and rebuilt.
+
+A body is found by its type: a parameter that is a jaxpr, or a tuple of them, whatever the primitive is called. The
+tables below name only the exceptions. Because a rewrite keeps a body's type, an equation is rebuilt by putting the new
+bodies where the old ones were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from xform.trace import Jaxpr, JaxprEqn, in_shard_map, lazily
+
+OPAQUE: dict[str, str] = {
+    "pallas_call": "a kernel is left whole",
+    "reduce": "combines two scalars",
+    "reduce_window": "combines two scalars",
+    "reduce_precision": "has no body",
+    "scatter": "combines two scalars",
+    "scatter-add": "combines two scalars",
+    "scatter_add": "combines two scalars",
+    "scatter_mul": "combines two scalars",
+    "scatter_min": "combines two scalars",
+    "scatter_max": "combines two scalars",
+    "scatter_sub": "combines two scalars",
+    "select_and_scatter": "combines two scalars",
+}
+"""Primitives whose jaxpr parameters are not programs to enter, and why."""
+
+RULES: dict[str, str] = {"custom_jvp_call": "jvp_jaxpr_fun", "custom_vjp_call": "fwd_jaxpr_thunk"}
+"""Primitives with a differentiation rule that is a program too, made when asked for: the parameter that gives it."""
+
+
+def bodies(eqn: JaxprEqn) -> list[Jaxpr]:
+    """The programs inside an equation, in the order of its parameters. Their numbers are the body indices of a path."""
+    if eqn.primitive.name in OPAQUE:
+        return []
+    found: list[Jaxpr] = []
+    for value in eqn.params.values():
+        if isinstance(value, Jaxpr):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            found.extend(v for v in value if isinstance(v, Jaxpr))
+    return found
+
+
+def enter(eqn: JaxprEqn, f: Callable[[Jaxpr, int], Jaxpr]) -> dict[str, Any]:
+    """The equation's parameters with f(body, number) in place of each body; the same dict when nothing changed.
+
+    When the body of a custom_jvp or custom_vjp changes, its rule is changed alike when JAX asks for it: otherwise the
+    rewrite would be gone under differentiation. The rule's jaxpr comes with number -1: no analysis has seen it.
+    """
+    if eqn.primitive.name in OPAQUE:
+        return eqn.params
+    number = 0
+    new: dict[str, Any] = {}
+
+    def one(body: Jaxpr) -> Jaxpr:
+        nonlocal number
+        with scope(eqn):
+            result = f(body, number)
+        number += 1
+        return result
+
+    for name, value in eqn.params.items():
+        if isinstance(value, Jaxpr):
+            changed = one(value)
+            if changed is not value:
+                new[name] = changed
+        elif isinstance(value, (tuple, list)) and any(isinstance(v, Jaxpr) for v in value):
+            items = [one(v) if isinstance(v, Jaxpr) else v for v in value]
+            if any(a is not b for a, b in zip(items, value, strict=True)):
+                rebuild = type(value)
+                new[name] = rebuild(*items) if hasattr(value, "_fields") else rebuild(items)
+    if not new:
+        return eqn.params
+    rule = RULES.get(eqn.primitive.name)
+    if rule is not None:
+        new[rule] = lazily(eqn.params[rule], lambda jaxpr: f(jaxpr, -1))
+    return {**eqn.params, **new}
+
+
+def scope(eqn: JaxprEqn) -> contextlib.AbstractContextManager[Any]:
+    """The context in which a replacement inside this equation's bodies is traced: named axes and the manual mesh."""
+    if eqn.primitive.name == "shard_map":
+        p = eqn.params
+        return in_shard_map(p["mesh"], p["newly_manual_axes"], p["check_vma"])
+    return contextlib.nullcontext()

@@ -1,0 +1,375 @@
+"""How the parts of an equation are spelled: types, literals, parameters and shardings, short and the same each time.
+
+Two texts come out of a parameter. `spell` is exact: two values spelled alike are taken to be equal, so it names functions
+with what they close over and gives arrays a digest. `phrases` is for reading: it leaves out what the types of the
+equation show anyway, what has its default, and what is machinery.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from xform.trace import Jaxpr, JaxprEqn, Literal
+
+WIDEST = 60
+"""A parameter spelled longer than this, in characters, is cut when it is shown."""
+
+MACHINERY = frozenset(
+    "bwd fwd_jaxpr_thunk jvp_jaxpr_fun out_trees ft_in ft_out ctx_mesh context_mesh keep_unused inline "
+    "in_layouts out_layouts compiler_options_kvs num_consts symbolic_zeros prevent_cse differentiated "
+    "copy_semantics srcs concrete_mesh resource_env in_tree out_tree check_vma".split()
+)
+"""Parameters that are not shown: a reader learns nothing from them."""
+
+THUNKS = frozenset({"bwd", "fwd_jaxpr_thunk", "jvp_jaxpr_fun", "out_trees"})
+"""Parameters that are functions made afresh by each trace, and say nothing when two programs are compared."""
+
+TYPED = frozenset(
+    "shape new_dtype dtype new_sizes preferred_element_type weak_type out_dtype out_sharding".split()
+)
+"""Parameters that the type of the result already shows."""
+
+
+@functools.lru_cache(maxsize=4096)
+def type_text(aval: Any) -> str:
+    """`bf16[16,128]`, with shardings and memory space where the type carries them."""
+    short = getattr(aval, "str_short", None)
+    return short(short_dtypes=True) if short is not None else str(aval)
+
+
+@functools.lru_cache(maxsize=4096)
+def full_type(aval: Any) -> str:
+    """The type in words, for a reader who does not know the short form: `bfloat16, 16 x 128`."""
+    shape, dtype = getattr(aval, "shape", None), getattr(aval, "dtype", None)
+    if shape is None or dtype is None:
+        return str(aval)
+    text = str(dtype) + (", " + " x ".join(str(n) for n in shape) if shape else ", a scalar")
+    if getattr(aval, "weak_type", False):
+        text += ", weakly typed"
+    spec = getattr(getattr(aval, "sharding", None), "spec", None)
+    if spec is not None and any(spec):
+        text += f", sharded {spec_text(spec)}"
+    return text
+
+
+def literal_text(literal: Literal) -> str:
+    """A literal as a reader would write it: `2.0`, `True`; an array as its type and digest."""
+    val = literal.val
+    if getattr(val, "shape", ()) != ():
+        return spell(val)
+    try:
+        return str(np.asarray(val)[()])
+    except (TypeError, ValueError):
+        return str(val)
+
+
+# ---------------------------------------------------------------- values
+
+
+def spec_text(spec: PartitionSpec) -> str:
+    """`P('fsdp', None)`, with `?` for a dimension that is left to the compiler."""
+
+    def one(part: Any) -> str:
+        if part is PartitionSpec.UNCONSTRAINED:
+            return "?"
+        if isinstance(part, tuple):
+            return "(" + ", ".join(repr(p) for p in part) + ("," if len(part) == 1 else "") + ")"
+        return repr(part)
+
+    return "P(" + ", ".join(one(part) for part in spec) + ")"
+
+
+@functools.lru_cache(maxsize=4096)
+def sharding_text(sharding: Any) -> str:
+    """A sharding as its PartitionSpec, with the memory it asks for when that is not the device's own."""
+    if not isinstance(sharding, NamedSharding):
+        return _plain(str(sharding))
+    text = spec_text(sharding.spec)
+    return text if sharding.memory_kind in (None, "device") else f"{text} in {sharding.memory_kind}"
+
+
+@functools.lru_cache(maxsize=4096)
+def _sharding_exactly(sharding: Any) -> str:
+    return f"{sharding_text(sharding)} on {spell(getattr(sharding, 'mesh', None))}"
+
+
+def spell(value: Any) -> str:
+    """One text for a parameter's value; values that differ are spelled differently, wherever they lie in memory."""
+    if value is None or isinstance(value, (bool, int, float, complex, str)):
+        return str(value)
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, PartitionSpec):
+        return spec_text(value)
+    if isinstance(value, (NamedSharding,)):
+        return _sharding_exactly(value)
+    if isinstance(value, (Mesh, AbstractMesh)):
+        return "mesh(" + ", ".join(f"{name}={size}" for name, size in value.shape.items()) + ")"
+    if isinstance(value, np.dtype):
+        return value.name
+    if isinstance(value, Jaxpr):
+        return "{...}"
+    if isinstance(value, (tuple, list)) and type(value) in (tuple, list):
+        return "(" + ", ".join(spell(v) for v in value) + ("," if len(value) == 1 else "") + ")"
+    if isinstance(value, (set, frozenset)):
+        return "{" + ", ".join(sorted(spell(v) for v in value)) + "}"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{k}: {spell(v)}" for k, v in value.items()) + "}"
+    if hasattr(value, "__array__") and hasattr(value, "dtype"):
+        return _array(value)
+    if callable(value):
+        return _function(value)
+    return _plain(str(value))
+
+
+def _plain(text: str) -> str:
+    """The text on one line, without addresses."""
+    return re.sub(r"\s+", " ", re.sub(r"(\bat )?0x[0-9a-f]+", "", text)).strip()
+
+
+def _array(value: Any) -> str:
+    shape = ",".join(str(n) for n in value.shape)
+    kind = f"{value.dtype}[{shape}]"
+    try:
+        array = np.asarray(value)
+        if array.size <= 8:
+            return f"{kind} {array.tolist()}"
+        return f"{kind}#{hashlib.blake2b(np.ascontiguousarray(array), digest_size=4).hexdigest()}"
+    except Exception:  # a tracer, a key array: nothing but its type can be told
+        return kind
+
+
+def const_key(value: Any) -> str:
+    """The exact text of a constant, all its bytes counted."""
+    try:
+        array = np.asarray(value)
+        digest = hashlib.blake2b(np.ascontiguousarray(array), digest_size=16).hexdigest()
+        return f"{array.dtype}{array.shape}{digest}"
+    except Exception:  # a tracer or a key array: the same object is the same constant
+        return f"{type(value).__name__}{id(value)}"
+
+
+def _function(value: Any) -> str:
+    """A function by its name and by what plain values it closes over, as a remat policy closes over its names."""
+    if isinstance(value, functools.partial):
+        args = [spell(a) for a in value.args] + [f"{k}={spell(v)}" for k, v in value.keywords.items()]
+        return f"{_function(value.func)}({', '.join(args)})"
+    info = getattr(value, "debug_info", None)
+    if info is not None and hasattr(info, "func_src_info"):
+        return str(info.func_src_info).split(" at ")[0]
+    name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None) or type(value).__name__
+    name = name.split(".<locals>")[0]
+    cells = getattr(value, "__closure__", None) or ()
+    names = getattr(getattr(value, "__code__", None), "co_freevars", ())
+    plain = (bool, int, float, str, tuple, list, set, frozenset)
+    held = []
+    for label, cell in zip(names, cells, strict=False):
+        try:
+            content = cell.cell_contents
+        except ValueError:  # not filled yet
+            continue
+        if isinstance(content, plain):
+            held.append(f"{label}={spell(content)}")
+    return f"{name}({', '.join(held)})" if held else name
+
+
+# ---------------------------------------------------------------- the parameters of an equation, for reading
+
+
+def _dims(dims: Iterable[int]) -> str:
+    return "(" + ",".join(str(d) for d in dims) + ")"
+
+
+def _dot_general(p: Mapping[str, Any]) -> list[str]:
+    (contract_l, contract_r), (batch_l, batch_r) = p["dimension_numbers"]
+    found = []
+    if len(contract_l):
+        found.append("contract " + ",".join(f"{l}x{r}" for l, r in zip(contract_l, contract_r, strict=True)))
+    if len(batch_l):
+        found.append("batch " + ",".join(f"{l}x{r}" for l, r in zip(batch_l, batch_r, strict=True)))
+    return found + _rest(p, {"dimension_numbers"})
+
+
+def _sharding_constraint(p: Mapping[str, Any]) -> list[str]:
+    return [sharding_text(p["sharding"])]
+
+
+def _reduce(p: Mapping[str, Any]) -> list[str]:
+    return [f"over {_dims(p['axes'])}"] + _rest(p, {"axes"})
+
+
+def _transpose(p: Mapping[str, Any]) -> list[str]:
+    return [_dims(p["permutation"])]
+
+
+def _broadcast(p: Mapping[str, Any]) -> list[str]:
+    dims = p["broadcast_dimensions"]
+    return ([f"into dims {_dims(dims)}"] if dims else []) + _rest(p, {"broadcast_dimensions"})
+
+
+def _slice(p: Mapping[str, Any]) -> list[str]:
+    steps = p["strides"] or (1,) * len(p["start_indices"])
+    bounds = zip(p["start_indices"], p["limit_indices"], steps, strict=True)
+    return [", ".join(f"{a}:{b}" + (f":{s}" if s != 1 else "") for a, b, s in bounds)]
+
+
+def _gather(p: Mapping[str, Any]) -> list[str]:
+    d = p["dimension_numbers"]
+    found = [f"sizes {_dims(p['slice_sizes'])}"] if "slice_sizes" in p else []
+    for label in ("offset_dims", "collapsed_slice_dims", "start_index_map", "update_window_dims"):
+        dims = getattr(d, label, ())
+        if dims:
+            found.append(f"{label.replace('_dims', '').replace('_', ' ')} {_dims(dims)}")
+    return found
+
+
+def _jit(p: Mapping[str, Any]) -> list[str]:
+    donated = [i for i, given in enumerate(p.get("donated_invars", ())) if given]
+    found = [f"donates {_dims(donated)}"] if donated else []
+    return found + _rest(p, {"name", "donated_invars"})
+
+
+def _scan(p: Mapping[str, Any]) -> list[str]:
+    found = [f"length {p['length']}"]
+    if p.get("reverse"):
+        found.append("from the last to the first")
+    if p.get("unroll", 1) != 1:
+        found.append(f"unroll {p['unroll']}")
+    split = scan_split(p)
+    if split is not None:
+        consts, carry, xs = split
+        found.append(f"operands: {consts} constant, {carry} carried, {xs} scanned")
+    return found
+
+
+def scan_split(p: Mapping[str, Any]) -> tuple[int, int, int] | None:
+    """How many operands of a scan are constant, carried and scanned over, in this order."""
+    tree = p.get("ft_in")
+    if tree is None or not hasattr(tree, "unpack"):
+        return None
+    consts, carry, xs = (len(part) for part in tree.unpack())
+    return consts, carry, xs
+
+
+def _shard_map(p: Mapping[str, Any]) -> list[str]:
+    found = []
+    for label, key in (("in", "in_specs"), ("out", "out_specs")):
+        if key in p:
+            found.append(f"{label} " + " ".join(spell(s) for s in p[key]))
+    manual = p.get("manual_axes") or p.get("newly_manual_axes")
+    if manual:
+        found.append(f"manual over {', '.join(sorted(str(a) for a in manual))}")
+    return found
+
+
+def _device_put(p: Mapping[str, Any]) -> list[str]:
+    return ["to " + ", ".join(_target(d) for d in p["devices"])]
+
+
+def _target(device: Any) -> str:
+    return sharding_text(device) if isinstance(device, NamedSharding) else spell(device)
+
+
+def _checkpoint_name(p: Mapping[str, Any]) -> list[str]:
+    return [repr(p["name"])]
+
+
+def _pallas_call(p: Mapping[str, Any]) -> list[str]:
+    grid = getattr(p.get("grid_mapping"), "grid", None)
+    return [f"grid {_dims(grid)}"] if grid else []
+
+
+PHRASES: dict[str, Callable[[Mapping[str, Any]], list[str]]] = {
+    "dot_general": _dot_general,
+    "sharding_constraint": _sharding_constraint,
+    "reduce_sum": _reduce,
+    "reduce_max": _reduce,
+    "reduce_min": _reduce,
+    "reduce_prod": _reduce,
+    "reduce_and": _reduce,
+    "reduce_or": _reduce,
+    "argmax": _reduce,
+    "argmin": _reduce,
+    "transpose": _transpose,
+    "broadcast_in_dim": _broadcast,
+    "slice": _slice,
+    "gather": _gather,
+    "scatter": _gather,
+    "scatter-add": _gather,
+    "jit": _jit,
+    "scan": _scan,
+    "shard_map": _shard_map,
+    "device_put": _device_put,
+    "name": _checkpoint_name,
+    "pallas_call": _pallas_call,
+}
+"""How the parameters of a primitive are put; all others as `name value`."""
+
+
+def phrases(eqn: JaxprEqn) -> list[str]:
+    """What a reader should know of an equation's parameters, in a few words each."""
+    put = PHRASES.get(eqn.primitive.name)
+    found = put(eqn.params) if put is not None else _rest(eqn.params, frozenset())
+    if eqn.ctx is not None and eqn.ctx.compute_type is not None:
+        found.append(f"computed on {eqn.ctx.compute_type}")
+    return [text if len(text) <= WIDEST else text[: WIDEST - 3] + "..." for text in found]
+
+
+def _rest(params: Mapping[str, Any], shown: Iterable[str]) -> list[str]:
+    found = []
+    for name, value in params.items():
+        if name in shown or name in MACHINERY or name in TYPED or _says_nothing(value):
+            continue
+        text = sharding_text(value) if isinstance(value, NamedSharding) else spell(value)
+        found.append(f"{name} {text}")
+    return found
+
+
+def _says_nothing(value: Any) -> bool:
+    if value is None or value is False or isinstance(value, Jaxpr):
+        return True
+    if isinstance(value, (tuple, list, set, frozenset)):
+        return all(_says_nothing(v) for v in value)
+    return type(value).__name__ == "UnspecifiedValue"
+
+
+def label(eqn: JaxprEqn) -> str:
+    """The primitive, with the name of the function that it calls when it has one: `jit silu`."""
+    primitive, name = eqn.primitive.name, eqn.params.get("name")
+    if primitive == "name" or not isinstance(name, str):
+        source = eqn.params.get("call_jaxpr")
+        info = getattr(source, "debug_info", None) or eqn.params.get("name_and_src_info")
+        name = getattr(info, "func_src_info", None) or getattr(info, "name", None)
+        if primitive not in ("custom_jvp_call", "custom_vjp_call", "pallas_call") or not name:
+            return primitive
+        name = str(name).split(" at ")[0]
+    return f"{primitive} {name}"
+
+
+def exactly(eqn: JaxprEqn) -> str:
+    """Everything about an equation but its operands, its bodies, and where in the source it is from."""
+    params = ",".join(
+        f"{name}={spell(value)}" for name, value in sorted(eqn.params.items()) if name not in SILENT
+    )
+    where = f"@{eqn.ctx.compute_type}" if eqn.ctx is not None and eqn.ctx.compute_type is not None else ""
+    outs = ",".join(type_text(v.aval) for v in eqn.outvars)
+    ins = ",".join(_atom(v) for v in eqn.invars)
+    return f"{eqn.primitive.name}{where}[{params}] {ins} -> {outs}"
+
+
+SILENT = THUNKS | {"ft_in", "ft_out", "ctx_mesh", "context_mesh"}
+"""Parameters that do not count when two equations are compared."""
+
+
+def _atom(atom: Any) -> str:
+    if isinstance(atom, Literal):
+        return f"{literal_text(atom)}:{type_text(atom.aval)}"
+    return type_text(atom.aval)
