@@ -1,4 +1,4 @@
-"""Packaging: the library is `xform/`; `passes`, `kernels` and `models` beside it install as its subpackages."""
+"""Packaging: `xform/` is the library; `passes`, `kernels` and `models` beside it install as subpackages."""
 
 from setuptools import find_packages, setup
 

@@ -15,9 +15,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from . import training
-from .training import Batch, Params
+from .training import Batch, Cache, Params
 
-Cache = Any
 Rotation = tuple[jax.Array, jax.Array]
 
 
@@ -67,7 +66,7 @@ def rotation_at(positions: jax.Array, head_dim: int, base: float) -> Rotation:
 
 
 def rotate(x: jax.Array, rotation: Rotation) -> jax.Array:
-    """x [batch, length, heads, head_dim], its two halves rotated into each other (RoFormer, arXiv 2104.09864)."""
+    """x [batch, length, heads, head_dim], its halves rotated into each other (RoFormer, arXiv 2104.09864)."""
     cos, sin = rotation
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
@@ -253,90 +252,42 @@ def apply(config: Config, scan: bool) -> Callable[[Params, Batch], jax.Array]:
     return forward
 
 
-def objective(config: Config, scan: bool) -> training.Loss:
-    """The mean cross-entropy of a batch as a function of the weights."""
-    forward = apply(config, scan)
-
-    def loss(params: Params, batch: Batch) -> jax.Array:
-        return training.cross_entropy(forward(params, batch), batch["targets"], batch["weights"])
-
-    return loss
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """What every factory here takes, as keywords."""
-
-    size: str | Config = "tiny"
-    layers: int | None = None  # in place of the size's own number
-    batch: int = 8
-    length: int = 64  # of the texts; of the cache in decode_step
-    packed: bool = False  # several texts a row, kept apart by segment ids
-    scan: bool = True  # the layers stacked, in one loop; else one after the other
-    dtype: str | None = None  # of the computation, in place of the size's own
-    abstract: bool = True  # arguments as ShapeDtypeStructs, else as random arrays
-    seed: int = 0
-
-    @property
-    def config(self) -> Config:
-        return training.choose(SIZES, self.size, layers=self.layers, dtype=self.dtype)
-
-    def params(self) -> Params:
-        return training.made(
-            lambda key: initial_params(self.config, self.scan, key), self.seed, self.abstract
-        )
-
-    def tokens(self) -> Batch:
-        tokens = training.token_batch(self.batch, self.length, self.config.vocab, self.packed, self.seed)
-        return training.shapes(tokens) if self.abstract else tokens
-
-
-def forward(**options: Any) -> tuple[Callable, tuple]:
-    """`forward(params, batch) -> logits [batch, length, vocab]` and its arguments; see `Options`."""
-    chosen = Options(**options)
-    return apply(chosen.config, chosen.scan), (chosen.params(), chosen.tokens())
-
-
-def loss(**options: Any) -> tuple[Callable, tuple]:
-    """`loss(params, batch) -> scalar` and its arguments; see `Options`."""
-    chosen = Options(**options)
-    return objective(chosen.config, chosen.scan), (chosen.params(), chosen.tokens())
-
-
-def init(**options: Any) -> tuple[Callable, tuple]:
-    """`init(key) -> state`, the training state before the first step, and a key; see `Options`."""
-    chosen = Options(**options)
-    config, scan = chosen.config, chosen.scan
-
-    def init_state(key: jax.Array) -> training.State:
-        return training.new_state(initial_params(config, scan, key), training.adamw())
-
-    return init_state, (jax.random.key(chosen.seed),)
-
-
-def train_step(**options: Any) -> tuple[Callable, tuple]:
-    """`train_step(state, batch) -> (state, metrics)` and its arguments; see `Options`."""
-    chosen = Options(**options)
-    step = training.step_of(objective(chosen.config, chosen.scan), training.adamw())
-    state = training.made(init(**options)[0], chosen.seed, chosen.abstract)
-    return step, (state, chosen.tokens())
-
-
-def decode_step(**options: Any) -> tuple[Callable, tuple]:
-    """`decode_step(params, cache, token, position) -> (logits [batch, vocab], cache)` and its arguments.
-
-    token is [batch]; position is a scalar, the number of tokens already in the cache. See `Options`.
-    """
-    chosen = Options(**options)
-    config, scan = chosen.config, chosen.scan
+def decode(config: Config, scan: bool) -> Callable[..., tuple[jax.Array, Cache]]:
+    """One more token's logits, and the cache with it, as a function of weights, cache, token and position."""
     graph = definition(config, scan)
 
     def step(params: Params, cache: Cache, token: jax.Array, position: jax.Array) -> tuple[jax.Array, Cache]:
         return nnx.merge(graph, params).decode(cache, token, position)
 
-    def start(key: jax.Array) -> tuple[Cache, jax.Array, jax.Array]:
-        cache = empty_cache(config, scan, chosen.batch, chosen.length)
-        token = jax.random.randint(key, (chosen.batch,), 1, config.vocab)
-        return cache, token, jnp.zeros((), jnp.int32)
+    return step
 
-    return step, (chosen.params(), *training.made(start, chosen.seed, chosen.abstract))
+
+MODEL = training.Model(SIZES, initial_params, apply, decode, empty_cache, training.text_tokens)
+
+
+def forward(**options: Any) -> tuple[Callable, tuple]:
+    """`forward(params, batch) -> logits [batch, length, vocab]` and its arguments; see `training.Options`."""
+    return training.forward(MODEL, training.Options(**options))
+
+
+def loss(**options: Any) -> tuple[Callable, tuple]:
+    """`loss(params, batch) -> scalar` and its arguments; see `training.Options`."""
+    return training.loss(MODEL, training.Options(**options))
+
+
+def init(**options: Any) -> tuple[Callable, tuple]:
+    """`init(key) -> state`, the training state before the first step, and a key; see `training.Options`."""
+    return training.init(MODEL, training.Options(**options))
+
+
+def train_step(**options: Any) -> tuple[Callable, tuple]:
+    """`train_step(state, batch) -> (state, metrics)` and its arguments; see `training.Options`."""
+    return training.train_step(MODEL, training.Options(**options))
+
+
+def decode_step(**options: Any) -> tuple[Callable, tuple]:
+    """`decode_step(params, cache, token, position) -> (logits [batch, vocab], cache)` and its arguments.
+
+    token is [batch]; position is a scalar, the number of tokens already in the cache. See `training.Options`.
+    """
+    return training.decode_step(MODEL, training.Options(**options))

@@ -1,7 +1,7 @@
-"""What the models' training steps share: state, optimizer, the loss over tokens, and batches of tokens.
+"""What the models' training steps share: state, optimizer, loss, factories, and batches of tokens.
 
-A model module gives `loss(params, batch) -> scalar`; what is here turns that into an ordinary single-device
-training step of plain pytrees, `train_step(state, batch) -> (state, metrics)`.
+A module of a model says what its weights and its logits are (`Model`); what is here turns that into ordinary
+single-device functions of plain pytrees: a loss, a training step, a decoding step, each with its arguments.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ import optax
 
 Params = Any
 Batch = dict[str, Any]
-Loss = Callable[[Params, Batch], jax.Array]
+Cache = Any
 
 
 class State(NamedTuple):
@@ -26,16 +26,115 @@ class State(NamedTuple):
     optimizer: Any
 
 
-def choose[Config](sizes: Mapping[str, Config], size: str | Config, **changes: Any) -> Config:
-    """The configuration called `size` (or `size` itself, when it is one), with the changes that are not None.
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What the models' factories take, as keywords."""
 
-    Raises ValueError, naming the sizes there are, when none is called so.
+    size: Any = "tiny"  # one of the model's sizes, or a configuration
+    layers: int | None = None  # in place of the size's own number
+    batch: int = 8
+    length: int = 64  # of the texts; of the cache in decode_step
+    packed: bool = False  # several texts a row, kept apart by segment ids
+    scan: bool = True  # the layers stacked, in one loop; else one after the other
+    dtype: str | None = None  # of the computation, in place of the size's own
+    abstract: bool = True  # arguments as ShapeDtypeStructs, else as random arrays
+    seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Model[Config]:
+    """What a model's module says of it; the factories below make the rest of it.
+
+    A configuration is a dataclass with at least the fields `layers`, `vocab` and `dtype`. Each function takes
+    one, and whether the layers are scanned.
     """
-    if isinstance(size, str):
-        if size not in sizes:
-            raise ValueError(f"there is no size {size!r}; the sizes are {', '.join(sizes)}")
-        size = sizes[size]
-    return dataclasses.replace(size, **{k: v for k, v in changes.items() if v is not None})  # type: ignore[type-var]
+
+    sizes: Mapping[str, Config]
+    params: Callable[[Config, bool, jax.Array], Params]  # of a random key
+    forward: Callable[[Config, bool], Callable[[Params, Batch], jax.Array]]  # the logits of a batch
+    decode: Callable[[Config, bool], Callable[..., tuple[jax.Array, Cache]]]  # see decode_step
+    cache: Callable[[Config, bool, int, int], Cache]  # an empty one, of a batch and a length
+    tokens: Callable[[Config, Options], Batch]
+
+    def config(self, options: Options) -> Config:
+        """The configuration that the options choose. Raises ValueError when there is no such size."""
+        size: Any = options.size
+        if isinstance(size, str):
+            if size not in self.sizes:
+                raise ValueError(f"there is no size {size!r}; the sizes are {', '.join(self.sizes)}")
+            size = self.sizes[size]
+        layers = size.layers if options.layers is None else options.layers
+        return dataclasses.replace(size, layers=layers, dtype=options.dtype or size.dtype)
+
+
+def forward(model: Model, options: Options) -> tuple[Callable, tuple]:
+    """`forward(params, batch) -> logits` and its arguments."""
+    config = model.config(options)
+    params = made(lambda key: model.params(config, options.scan, key), options)
+    return model.forward(config, options.scan), (params, given(model.tokens(config, options), options))
+
+
+def loss(model: Model, options: Options) -> tuple[Callable, tuple]:
+    """`loss(params, batch) -> scalar` and its arguments."""
+    logits, arguments = forward(model, options)
+
+    def loss(params: Params, batch: Batch) -> jax.Array:
+        return cross_entropy(logits(params, batch), batch["targets"], batch["weights"])
+
+    return loss, arguments
+
+
+def init(model: Model, options: Options) -> tuple[Callable, tuple]:
+    """`init(key) -> state`, before the first step, and a key."""
+    config = model.config(options)
+
+    def init(key: jax.Array) -> State:
+        params = model.params(config, options.scan, key)
+        return State(jnp.zeros((), jnp.int32), params, adamw().init(params))
+
+    return init, (jax.random.key(options.seed),)
+
+
+def train_step(model: Model, options: Options) -> tuple[Callable, tuple]:
+    """`train_step(state, batch) -> (state, {"loss", "grad_norm"})` and its arguments."""
+    objective, _ = loss(model, dataclasses.replace(options, abstract=True))
+    optimizer = adamw()
+
+    def train_step(state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
+        value, gradients = jax.value_and_grad(objective)(state.params, batch)
+        updates, moments = optimizer.update(gradients, state.optimizer, state.params)
+        params = optax.apply_updates(state.params, updates)
+        metrics = {"loss": value, "grad_norm": optax.global_norm(gradients)}
+        return State(state.step + 1, params, moments), metrics
+
+    state = made(init(model, options)[0], options)
+    return train_step, (state, given(model.tokens(model.config(options), options), options))
+
+
+def decode_step(model: Model, options: Options) -> tuple[Callable, tuple]:
+    """`decode_step(params, cache, token, position) -> (logits [batch, vocab], cache)` and its arguments."""
+    config: Any = model.config(options)
+
+    def start(key: jax.Array) -> tuple[Params, Cache, jax.Array, jax.Array]:
+        params = model.params(config, options.scan, key)
+        cache = model.cache(config, options.scan, options.batch, options.length)
+        token = jax.random.randint(key, (options.batch,), 1, config.vocab)
+        return params, cache, token, jnp.zeros((), jnp.int32)
+
+    return model.decode(config, options.scan), made(start, options)
+
+
+def made(make: Callable[[jax.Array], Any], options: Options) -> Any:
+    """What `make` makes of a random key: its shapes alone, at no cost, when the options say abstract."""
+    key = jax.random.key(options.seed)
+    return jax.eval_shape(make, key) if options.abstract else jax.jit(make)(key)
+
+
+def given(arrays: Any, options: Options) -> Any:
+    """The arrays, or their shapes when the options say abstract."""
+    if not options.abstract:
+        return arrays
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arrays)
 
 
 def adamw(
@@ -67,38 +166,7 @@ def cross_entropy(logits: jax.Array, targets: jax.Array, weights: jax.Array) -> 
     return jnp.sum(losses * weights) / jnp.maximum(jnp.sum(weights), 1.0)
 
 
-def new_state(params: Params, optimizer: optax.GradientTransformation) -> State:
-    """The state before the first step."""
-    return State(jnp.zeros((), jnp.int32), params, optimizer.init(params))
-
-
-def step_of(
-    loss: Loss, optimizer: optax.GradientTransformation
-) -> Callable[[State, Batch], tuple[State, dict[str, jax.Array]]]:
-    """The training step of `loss` with `optimizer`; its metrics are the loss and the gradients' norm."""
-
-    def train_step(state: State, batch: Batch) -> tuple[State, dict[str, jax.Array]]:
-        value, gradients = jax.value_and_grad(loss)(state.params, batch)
-        updates, moments = optimizer.update(gradients, state.optimizer, state.params)
-        params = optax.apply_updates(state.params, updates)
-        metrics = {"loss": value, "grad_norm": optax.global_norm(gradients)}
-        return State(state.step + 1, params, moments), metrics
-
-    return train_step
-
-
-def shapes(tree: Any) -> Any:
-    """The same tree with every array replaced by its ShapeDtypeStruct."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
-
-
-def made(make: Callable[[jax.Array], Any], seed: int, abstract: bool) -> Any:
-    """What `make` makes of the random key of `seed`: its shapes alone, at no cost, when `abstract`."""
-    key = jax.random.key(seed)
-    return jax.eval_shape(make, key) if abstract else jax.jit(make)(key)
-
-
-def token_batch(batch: int, length: int, vocab: int, packed: bool, seed: int) -> Batch:
+def text_tokens(config: Any, options: Options) -> Batch:
     """Random tokens to learn: `inputs`, `targets` (the next token) and `weights`, each [batch, length].
 
     Token 0 is padding and is not drawn. When `packed`, each row holds two texts and a little padding:
@@ -106,10 +174,11 @@ def token_batch(batch: int, length: int, vocab: int, packed: bool, seed: int) ->
     weight on padding, nor on the last token of a text, whose next token belongs to another one. When not
     packed, the last eighth of the first row has none.
     """
-    rng = np.random.default_rng(seed)
-    tokens = rng.integers(1, vocab, (batch, length + 1), dtype=np.int32)
+    rng = np.random.default_rng(options.seed)
+    batch, length = options.batch, options.length
+    tokens = rng.integers(1, config.vocab, (batch, length + 1), dtype=np.int32)
     weights = np.ones((batch, length), np.float32)
-    if not packed:
+    if not options.packed:
         weights[0, length - length // 8 :] = 0.0
         return {"inputs": tokens[:, :-1], "targets": tokens[:, 1:], "weights": weights}
     segments, positions = packing(rng, batch, length)

@@ -1,6 +1,7 @@
 """What every test runs under: eight virtual CPU devices, no network, and the `slow` marker.
 
-The environment is set when this file is imported, before any test can import jax; the workers of pytest-xdist import it too.
+The environment is set when this file is imported, before any test can import jax; the workers of pytest-xdist
+import it too.
 """
 
 import os

@@ -88,3 +88,43 @@ def scope(eqn: JaxprEqn) -> contextlib.AbstractContextManager[Any]:
         p = eqn.params
         return in_shard_map(p["mesh"], p["newly_manual_axes"], p["check_vma"])
     return contextlib.nullcontext()
+
+
+# ---------------------------------------------------------------- what is passed to a body, and what comes back
+
+
+def scan_parts(eqn: JaxprEqn) -> tuple[int, int, int]:
+    """How many of a scan's operands are constants, carried, and scanned over."""
+    consts, carry, xs = eqn.params["ft_in"].unpack()
+    return len(consts), len(carry), len(xs)
+
+
+def operands(eqn: JaxprEqn, number: int) -> list[int | None]:
+    """For each input of a body, the number of the operand of the equation that it is (its first value, in a loop).
+
+    None where the body has an input that is no operand.
+    """
+    body = bodies(eqn)[number]
+    inputs = len(body.invars)
+    name = eqn.primitive.name
+    if name == "while":
+        cond_consts, body_consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        carried = range(cond_consts + body_consts, len(eqn.invars))
+        if body is eqn.params["cond_jaxpr"]:
+            return [*range(cond_consts), *carried]
+        return [*range(cond_consts, cond_consts + body_consts), *carried]
+    # cond has its predicate first; everything else passes its operands as they are.
+    offset = 1 if name == "cond" else 0
+    return [i + offset if i + offset < len(eqn.invars) else None for i in range(inputs)]
+
+
+def carries(eqn: JaxprEqn, number: int) -> dict[int, int]:
+    """For the body of a loop: number of a result -> number of the body's input that it becomes on the next turn."""
+    body = bodies(eqn)[number]
+    if eqn.primitive.name == "scan":
+        consts, carry, _ = scan_parts(eqn)
+        return {i: consts + i for i in range(carry)}
+    if eqn.primitive.name == "while" and body is eqn.params["body_jaxpr"]:
+        consts = eqn.params["body_nconsts"]
+        return {i: consts + i for i in range(len(body.outvars))}
+    return {}

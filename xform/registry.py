@@ -1,8 +1,8 @@
 """The names of passes: from the name in a plan to the pass's class, and from the class to its options.
 
-A built-in pass is a row of `BUILTIN`. A third party's pass is an entry point of the group `xform.passes`, whose name is
-the name in the plan and whose value is `module:Class`; nothing needs to be imported for it to be found. A class is imported
-when a plan asks for it, never before.
+A built-in pass is a row of `BUILTIN`. A third party's pass is an entry point of the group `xform.passes`,
+whose name is the name in the plan and whose value is `module:Class`; nothing needs to be imported for it to
+be found. A class is imported when a plan asks for it, never before.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import dataclasses
 import difflib
 import importlib
 import inspect
+import itertools
 import re
 import sys
 import textwrap
@@ -33,7 +34,7 @@ RESERVED = ("axes", "mesh")  # the tables of a plan file that are no passes
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """One option of a pass: its name, its type as written, its default (`MISSING` where it must be given), its sentence."""
+    """One option of a pass: name, type as written, default (`MISSING` where it must be given), sentence."""
 
     name: str
     type: str
@@ -51,21 +52,21 @@ def unknown(what: str, name: str, allowed: Iterable[str], where: str = "") -> Pl
 
 
 def names() -> list[str]:
-    """The names of all passes that a plan can use: the built-in ones in the order of `BUILTIN`, then third parties'."""
+    """The names of all passes that a plan can use: the built-in ones in order, then third parties'."""
     return [*BUILTIN, *sorted(_third_parties().keys() - BUILTIN.keys())]
 
 
 def find(name: str) -> type[Any]:
-    """The class of the pass called `name`; a `PlanError` where there is none, or two, or where it cannot be imported."""
+    """The class of the pass called `name`; a `PlanError` where there is none, or two, or a broken one."""
     targets = _third_parties().get(name, {})
     if name in BUILTIN:
-        targets = {BUILTIN[name]: "xform itself", **targets}
+        targets = {**targets, BUILTIN[name]: "xform itself"}
     if not targets:
         raise unknown("pass", name, names())
     if len(targets) > 1:
-        who = " and ".join(f"{owner} ({target})" for target, owner in targets.items())
+        who = " and ".join(sorted(f"{owner} ({target})" for target, owner in targets.items()))
         raise PlanError(
-            f"two passes are called {name!r}, by {who}: uninstall one, or have it rename its entry point"
+            f"two passes are called {name!r}: of {who}: uninstall one, or have it rename its entry point"
         )
     ((target, owner),) = targets.items()
     if name in RESERVED or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
@@ -96,7 +97,8 @@ def name_of(cls: type[Any]) -> str:
 def options(cls: type[Any]) -> list[Option]:
     """The options of a pass, in order: the fields of its dataclass.
 
-    An option's sentence is `metadata={"doc": ...}` of its field, or the string that follows the field in the class body.
+    An option's sentence is `metadata={"doc": ...}` of its field, or the string that follows the field in the
+    class body.
     """
     docs = _field_docs(cls)
     result = []
@@ -108,7 +110,7 @@ def options(cls: type[Any]) -> list[Option]:
 
 
 def default_of(field: dataclasses.Field[Any]) -> Any:
-    """The default of a dataclass field, made if it has a factory; `dataclasses.MISSING` where there is none."""
+    """The default of a dataclass field, made if it has a factory; `dataclasses.MISSING` if it has none."""
     return field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
 
 
@@ -164,7 +166,7 @@ def _is(cls: type[Any], target: str) -> bool:
 
 
 def _field_docs(cls: type[Any]) -> dict[str, str]:
-    """The string that follows each annotated name in a class body, for the class and those it inherits from."""
+    """The string that follows each annotated name in a class body, inherited ones included."""
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if not dataclasses.is_dataclass(base):
@@ -174,7 +176,7 @@ def _field_docs(cls: type[Any]) -> dict[str, str]:
         except (OSError, TypeError, SyntaxError):  # no source at hand, as in a notebook
             continue
         statements = body.body if isinstance(body, ast.ClassDef) else []
-        for statement, after in zip(statements, statements[1:], strict=False):
+        for statement, after in itertools.pairwise(statements):
             if not (isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)):
                 continue
             if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):

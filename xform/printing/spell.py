@@ -1,8 +1,9 @@
-"""How the parts of an equation are spelled: types, literals, parameters and shardings, short and the same each time.
+"""How the parts of an equation are spelled: types, literals, parameters and shardings, short and the same
+each time.
 
-Two texts come out of a parameter. `spell` is exact: two values spelled alike are taken to be equal, so it names functions
-with what they close over and gives arrays a digest. `phrases` is for reading: it leaves out what the types of the
-equation show anyway, what has its default, and what is machinery.
+Two texts come out of a parameter. `spell` is exact: two values spelled alike are taken to be equal, so it
+names functions with what they close over and gives arrays a digest. `phrases` is for reading: it leaves out
+what the types of the equation show anyway, what has its default, and what is machinery.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from xform.trace import Jaxpr, JaxprEqn, Literal
 
@@ -23,9 +24,32 @@ WIDEST = 60
 """A parameter spelled longer than this, in characters, is cut when it is shown."""
 
 MACHINERY = frozenset(
-    "bwd fwd_jaxpr_thunk jvp_jaxpr_fun out_trees ft_in ft_out ctx_mesh context_mesh keep_unused inline "
-    "in_layouts out_layouts compiler_options_kvs num_consts symbolic_zeros prevent_cse differentiated "
-    "copy_semantics srcs concrete_mesh resource_env in_tree out_tree check_vma".split()
+    {
+        "bwd",
+        "check_vma",
+        "compiler_options_kvs",
+        "concrete_mesh",
+        "context_mesh",
+        "copy_semantics",
+        "ctx_mesh",
+        "differentiated",
+        "ft_in",
+        "ft_out",
+        "fwd_jaxpr_thunk",
+        "in_layouts",
+        "in_tree",
+        "inline",
+        "jvp_jaxpr_fun",
+        "keep_unused",
+        "num_consts",
+        "out_layouts",
+        "out_tree",
+        "out_trees",
+        "prevent_cse",
+        "resource_env",
+        "srcs",
+        "symbolic_zeros",
+    }
 )
 """Parameters that are not shown: a reader learns nothing from them."""
 
@@ -33,7 +57,16 @@ THUNKS = frozenset({"bwd", "fwd_jaxpr_thunk", "jvp_jaxpr_fun", "out_trees"})
 """Parameters that are functions made afresh by each trace, and say nothing when two programs are compared."""
 
 TYPED = frozenset(
-    "shape new_dtype dtype new_sizes preferred_element_type weak_type out_dtype out_sharding".split()
+    {
+        "dtype",
+        "new_dtype",
+        "new_sizes",
+        "out_dtype",
+        "out_sharding",
+        "preferred_element_type",
+        "shape",
+        "weak_type",
+    }
 )
 """Parameters that the type of the result already shows."""
 
@@ -102,7 +135,8 @@ def _sharding_exactly(sharding: Any) -> str:
 
 
 def spell(value: Any) -> str:
-    """One text for a parameter's value; values that differ are spelled differently, wherever they lie in memory."""
+    """One text for a parameter's value; values that differ are spelled differently, wherever they lie in
+    memory."""
     if value is None or isinstance(value, (bool, int, float, complex, str)):
         return str(value)
     if isinstance(value, enum.Enum):
@@ -158,7 +192,8 @@ def const_key(value: Any) -> str:
 
 
 def _function(value: Any) -> str:
-    """A function by its name and by what plain values it closes over, as a remat policy closes over its names."""
+    """A function by its name and by what plain values it closes over, as a remat policy closes over its
+    names."""
     if isinstance(value, functools.partial):
         args = [spell(a) for a in value.args] + [f"{k}={spell(v)}" for k, v in value.keywords.items()]
         return f"{_function(value.func)}({', '.join(args)})"
@@ -202,6 +237,10 @@ def _sharding_constraint(p: Mapping[str, Any]) -> list[str]:
     return [sharding_text(p["sharding"])]
 
 
+def _reshard(p: Mapping[str, Any]) -> list[str]:
+    return [sharding_text(p["dst_sharding"])]
+
+
 def _reduce(p: Mapping[str, Any]) -> list[str]:
     return [f"over {_dims(p['axes'])}"] + _rest(p, {"axes"})
 
@@ -243,10 +282,6 @@ def _scan(p: Mapping[str, Any]) -> list[str]:
         found.append("from the last to the first")
     if p.get("unroll", 1) != 1:
         found.append(f"unroll {p['unroll']}")
-    split = scan_split(p)
-    if split is not None:
-        consts, carry, xs = split
-        found.append(f"operands: {consts} constant, {carry} carried, {xs} scanned")
     return found
 
 
@@ -308,6 +343,7 @@ PHRASES: dict[str, Callable[[Mapping[str, Any]], list[str]]] = {
     "scan": _scan,
     "shard_map": _shard_map,
     "device_put": _device_put,
+    "reshard": _reshard,
     "name": _checkpoint_name,
     "pallas_call": _pallas_call,
 }
@@ -317,7 +353,8 @@ PHRASES: dict[str, Callable[[Mapping[str, Any]], list[str]]] = {
 def phrases(eqn: JaxprEqn) -> list[str]:
     """What a reader should know of an equation's parameters, in a few words each."""
     put = PHRASES.get(eqn.primitive.name)
-    found = put(eqn.params) if put is not None else _rest(eqn.params, frozenset())
+    params = {name: None if _idle(eqn, value) else value for name, value in eqn.params.items()}
+    found = put(params) if put is not None else _rest(params, frozenset())
     if eqn.ctx is not None and eqn.ctx.compute_type is not None:
         found.append(f"computed on {eqn.ctx.compute_type}")
     return [text if len(text) <= WIDEST else text[: WIDEST - 3] + "..." for text in found]
@@ -357,13 +394,29 @@ def label(eqn: JaxprEqn) -> str:
 def exactly(eqn: JaxprEqn) -> str:
     """Everything about an equation but its operands, its bodies, and where in the source it is from."""
     params = ",".join(
-        f"{name}={spell(value)}" for name, value in sorted(eqn.params.items()) if name not in SILENT
+        f"{name}={'None' if _idle(eqn, value) else spell(value)}"
+        for name, value in sorted(eqn.params.items())
+        if name not in SILENT
     )
     where = f"@{eqn.ctx.compute_type}" if eqn.ctx is not None and eqn.ctx.compute_type is not None else ""
     outs = ",".join(type_text(v.aval) for v in eqn.outvars)
     ins = ",".join(_atom(v) for v in eqn.invars)
-    return f"{eqn.primitive.name}{where}[{params}] {ins} -> {outs}"
+    split = scan_split(eqn.params)  # what ft_in says, however it is held
+    return f"{eqn.primitive.name}{where}[{params}]{split or ''} {ins} -> {outs}"
 
+
+def _idle(eqn: JaxprEqn, value: Any) -> bool:
+    """Whether a parameter is a sharding that asks for nothing: it names no axis, and its mesh is the compiler's.
+
+    JAX notes such ones on what it traces where a mesh is about.
+    """
+    if not isinstance(value, NamedSharding) or eqn.primitive.name in PLACING or any(value.spec):
+        return False
+    return all(kind == AxisType.Auto for kind in value.mesh.axis_types)
+
+
+PLACING = frozenset({"sharding_constraint", "reshard", "device_put"})
+"""Primitives whose sharding is an order even when it names no axis."""
 
 SILENT = THUNKS | {"ft_in", "ft_out", "ctx_mesh", "context_mesh"}
 """Parameters that do not count when two equations are compared."""

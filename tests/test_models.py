@@ -1,0 +1,279 @@
+"""The models are what they say: published sizes, the same numbers however they are run, and as others compute them."""
+
+import functools
+import math
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests import public
+from xform.models import encoder_decoder, gpt2, llama, training
+
+MODULES = {"llama": llama, "gpt2": gpt2, "encoder_decoder": encoder_decoder}
+
+# Odd sizes, all different, so that no transposed or merged axis agrees by luck.
+ODD: dict[str, Any] = {
+    "llama": llama.Config(29, 3, 11, 15, 5, 14, 13, dtype="float32"),
+    "gpt2": gpt2.Config(29, 3, 35, 5, 13, context=17, dtype="float32"),
+    "encoder_decoder": encoder_decoder.Config(29, 3, 11, 5, 7, 13, buckets=8, furthest=6, dtype="float32"),
+}
+
+every_model = pytest.mark.parametrize("name", MODULES)
+
+
+def odd(name: str, factory: str, **options: Any) -> tuple:
+    """The factory's function, compiled, and its arguments, at the odd sizes."""
+    defaults = {"batch": 2, "length": 9, "abstract": False}
+    fn, arguments = getattr(MODULES[name], factory)(size=ODD[name], **defaults | options)
+    return jax.jit(fn), arguments
+
+
+def unstacked(name: str, params: Any) -> Any:
+    """The weights of scanned layers as those of layers one after the other."""
+
+    def split(layers: Any) -> list:
+        return [jax.tree.map(lambda x: x[i], layers) for i in range(ODD[name].layers)]  # noqa: B023
+
+    if name == "encoder_decoder":
+        halves = {half: params[half] | {"layers": split(params[half]["layers"])} for half in ("encoder", "decoder")}
+        return params | halves
+    rest = {key: value for key, value in params.items() if key != "layers"}
+    if name == "gpt2":
+        return rest | {f"layer_{i}": layer for i, layer in enumerate(split(params["layers"]))}
+    return rest | {"layers": dict(enumerate(split(params["layers"])))}
+
+
+def close(a: Any, b: Any, tolerance: float = 1e-5) -> None:
+    """Both trees agree: float32 arithmetic in another order."""
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=tolerance, atol=tolerance), a, b)
+
+
+@pytest.mark.parametrize(
+    ("module", "size", "count"),
+    [
+        (llama, "7b", 6_738_415_616),
+        (llama, "13b", 13_015_864_320),
+        (llama, "8b", 8_030_261_248),
+        (llama, "70b", 70_553_706_496),
+        (gpt2, "small", 124_439_808),
+        (gpt2, "medium", 354_823_168),
+        (gpt2, "large", 774_030_080),
+        (gpt2, "xl", 1_557_611_200),
+        (encoder_decoder, "small", 60_506_624),
+        (encoder_decoder, "base", 222_903_552),
+        (encoder_decoder, "large", 737_668_096),
+        (encoder_decoder, "3b", 2_851_598_336),
+        (encoder_decoder, "11b", 11_307_321_344),
+    ],
+)
+@pytest.mark.parametrize("scan", [False, True])
+def test_sizes_have_the_published_number_of_parameters(
+    module: ModuleType, size: str, count: int, scan: bool
+) -> None:
+    _, (params, _) = module.loss(size=size, scan=scan)
+    assert sum(math.prod(x.shape) for x in jax.tree.leaves(params)) == count
+
+
+@every_model
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_abstract_arguments_are_the_shapes_of_the_real_ones(name: str, scan: bool, packed: bool) -> None:
+    for factory in ("loss", "train_step", "decode_step"):
+        options = {"size": ODD[name], "batch": 2, "length": 6, "packed": packed, "scan": scan}
+        _, abstract = getattr(MODULES[name], factory)(**options)
+        _, real = getattr(MODULES[name], factory)(**options, abstract=False)
+        assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(abstract))
+        assert abstract == jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), real)
+
+
+@every_model
+def test_init_makes_the_state_that_train_step_takes(name: str) -> None:
+    _, (state, _) = odd(name, "train_step", seed=3)
+    fn, (key,) = odd(name, "init", seed=3)
+    close(fn(key), state)
+
+
+@every_model
+def test_an_unknown_size_is_named_with_the_sizes_there_are(name: str) -> None:
+    with pytest.raises(ValueError, match=r"no size '9z'; the sizes are tiny, \w+"):
+        MODULES[name].loss(size="9z")
+
+
+@every_model
+def test_layers_overrides_the_number_of_the_size(name: str) -> None:
+    _, (params, _) = MODULES[name].loss(layers=5)
+    stacks = params["decoder"]["layers"] if name == "encoder_decoder" else params["layers"]
+    assert {x.shape[0] for x in jax.tree.leaves(stacks)} == {5}
+
+
+def test_gpt2_refuses_a_length_beyond_its_learnt_positions() -> None:
+    with pytest.raises(ValueError, match="length 81 is more than this size's 80 positions"):
+        gpt2.loss(length=81)
+
+
+@every_model
+def test_weights_and_moments_are_float32_and_the_computation_bfloat16(name: str) -> None:
+    fn, arguments = MODULES[name].train_step(dtype="bfloat16")
+    floats = {x.dtype for x in jax.tree.leaves(arguments) if jnp.issubdtype(x.dtype, jnp.floating)}
+    assert floats == {jnp.dtype("float32")}
+    forward, inputs = MODULES[name].forward(dtype="bfloat16")
+    assert jax.eval_shape(forward, *inputs).dtype == jnp.bfloat16
+    dots = [x for x in equations(jax.make_jaxpr(fn)(*arguments)) if x.primitive.name == "dot_general"]
+    assert dots and {v.aval.dtype for dot in dots for v in dot.invars} == {jnp.dtype("bfloat16")}
+
+
+def equations(jaxpr: Any) -> list:
+    """Every equation at every depth."""
+    found = []
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        found.append(eqn)
+        for value in eqn.params.values():
+            for body in value if isinstance(value, (tuple, list)) else [value]:
+                if hasattr(body, "eqns") or hasattr(body, "jaxpr"):
+                    found += equations(body)
+    return found
+
+
+@every_model
+@pytest.mark.parametrize("packed", [False, True])
+def test_scanned_and_unrolled_layers_have_the_same_loss_and_gradients(name: str, packed: bool) -> None:
+    scanned, (params, batch) = odd(name, "loss", packed=packed)
+    unrolled, (other, _) = odd(name, "loss", packed=packed, scan=False)
+    value, gradients = jax.value_and_grad(scanned)(params, batch)
+    params = unstacked(name, params)
+    assert jax.tree.structure(params) == jax.tree.structure(other)
+    close(jax.value_and_grad(unrolled)(params, batch), (value, unstacked(name, gradients)))
+
+
+@every_model
+def test_every_parameter_has_a_gradient(name: str) -> None:
+    loss, arguments = odd(name, "loss")
+    gradients = jax.grad(loss)(*arguments)
+    still = [path for path, x in jax.tree_util.tree_leaves_with_path(gradients) if not jnp.any(x)]
+    assert not still
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_packed_texts_are_read_as_if_each_stood_alone(name: str) -> None:
+    forward, (params, batch) = odd(name, "forward", packed=True)
+    logits = forward(params, batch)
+    for row in range(2):
+        for segment in (1, 2):
+            where = np.flatnonzero(batch["segments"][row] == segment)
+            alone = forward(params, {"inputs": batch["inputs"][row : row + 1, where]})
+            close(logits[row, where], alone[0])
+
+
+def test_packed_inputs_and_targets_are_read_as_if_each_stood_alone() -> None:
+    forward, (params, batch) = odd("encoder_decoder", "forward", packed=True, length=12)
+    logits = forward(params, batch)
+    for row in range(2):
+        for segment in (1, 2):
+            source = np.flatnonzero(batch["input_segments"][row] == segment)
+            target = np.flatnonzero(batch["segments"][row] == segment)
+            inputs = batch["inputs"][row : row + 1, source]
+            outputs = batch["decoder_inputs"][row : row + 1, target]
+            close(logits[row, target], forward(params, {"inputs": inputs, "decoder_inputs": outputs})[0])
+
+
+def test_packing_gives_no_weight_to_padding_and_to_the_ends_of_texts() -> None:
+    options = training.Options(batch=7, length=31, packed=True)
+    batch = training.text_tokens(llama.SIZES["tiny"], options)
+    segments, positions = batch["segments"], batch["positions"]
+    last = np.concatenate([segments[:, 1:] != segments[:, :-1], np.ones((7, 1), bool)], axis=1)
+    np.testing.assert_array_equal(batch["weights"] > 0, (segments > 0) & ~last)
+    np.testing.assert_array_equal(batch["inputs"] > 0, segments > 0)
+    kept = batch["weights"][:, :-1] > 0
+    np.testing.assert_array_equal(batch["targets"][:, :-1][kept], batch["inputs"][:, 1:][kept])
+    np.testing.assert_array_equal(positions[:, 1:][kept], positions[:, :-1][kept] + 1)
+    assert (segments == 0).any() and (positions[:, 0] == 0).all()
+
+
+@every_model
+def test_a_padded_weight_of_zero_takes_the_token_out_of_the_loss(name: str) -> None:
+    loss, (params, batch) = odd(name, "loss")
+    weights = batch["weights"].copy()
+    weights[1, 2] = 0.0
+    changed = batch["targets"].copy()
+    changed[1, 2] = (changed[1, 2] + 5) % 29
+    unlike = loss(params, batch | {"targets": changed})
+    assert abs(unlike - loss(params, batch)) > 1e-3
+    close(
+        loss(params, batch | {"weights": weights, "targets": changed}), loss(params, batch | {"weights": weights})
+    )
+
+
+@every_model
+@pytest.mark.parametrize("scan", [False, True])
+def test_decoding_gives_the_logits_of_the_whole_text_position_by_position(name: str, scan: bool) -> None:
+    forward, (params, batch) = odd(name, "forward", scan=scan, length=10)
+    step, (_, cache, token, position) = odd(name, "decode_step", scan=scan, length=10)
+    assert token.shape == (2,) and position.shape == ()
+    tokens = batch["inputs"]
+    if name == "encoder_decoder":
+        tokens = batch["decoder_inputs"]
+        started = encoder_decoder.start(params, batch["inputs"], 5, ODD[name])
+        assert jax.tree.map(jnp.shape, started) == jax.tree.map(jnp.shape, cache)
+        cache = started
+    expected = forward(params, batch)
+    for i in range(tokens.shape[1]):
+        logits, cache = step(params, cache, tokens[:, i], jnp.int32(i))
+        close(logits, expected[:, i])
+
+
+@every_model
+def test_later_tokens_do_not_change_earlier_logits(name: str) -> None:
+    forward, (params, batch) = odd(name, "forward")
+    key = "decoder_inputs" if name == "encoder_decoder" else "inputs"
+    tokens = batch[key].copy()
+    tokens[:, 2] = (tokens[:, 2] + 3) % 28 + 1
+    before, after = forward(params, batch), forward(params, batch | {key: tokens})
+    np.testing.assert_array_equal(before[:, :2], after[:, :2])
+    assert np.all(np.max(np.abs(before - after)[:, 2:], axis=-1) > 1e-4)
+
+
+def test_padding_of_the_inputs_does_not_change_the_decoder() -> None:
+    forward, (params, batch) = odd("encoder_decoder", "forward")
+    padded = np.pad(batch["inputs"], ((0, 0), (0, 3)))
+    close(forward(params, batch), forward(params, batch | {"inputs": padded}))
+
+
+@every_model
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_loss_of_a_repeated_batch_goes_down(name: str, packed: bool) -> None:
+    step, (state, batch) = odd(name, "train_step", packed=packed)
+    losses = []
+    for _ in range(20):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    assert all(later < earlier for earlier, later in zip(losses, losses[1:], strict=False))
+    assert losses[-1] < losses[0] - 0.05
+    assert int(state.step) == 20
+
+
+@every_model
+def test_gradients_are_clipped_at_a_norm_of_one(name: str) -> None:
+    step, (state, batch) = odd(name, "train_step")
+    after, metrics = step(state, batch)
+    norm = float(metrics["grad_norm"])
+    assert norm > 1.0
+    # After one step of AdamW the first moment is (1 - b1) times the clipped gradient.
+    clipped = jax.tree.map(lambda x: x / (1 - 0.9), after.optimizer[1][0].mu)
+    assert float(jnp.sqrt(sum(jnp.sum(x**2) for x in jax.tree.leaves(clipped)))) == pytest.approx(1.0, 1e-4)
+
+
+def test_a_published_size_traces_at_no_cost() -> None:
+    fn, arguments = llama.train_step(size="70b", batch=16, length=2048, packed=True)
+    state, metrics = jax.eval_shape(fn, *arguments)
+    assert jax.tree.map(lambda x: x.shape, state) == jax.tree.map(lambda x: x.shape, arguments[0])
+    assert metrics["loss"].shape == ()
+
+
+def test_llama_computes_what_hugging_face_computes() -> None:
+    config = llama.Config(40, 3, 30, 6, 2, 10, 42, norm_epsilon=1e-6, dtype="float32")
+    theirs = public.model("llama", embed=30, mlp=42, vocab=40, heads=6, kv_heads=2, layers=3, head_dim=10)

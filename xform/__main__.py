@@ -1,0 +1,5 @@
+"""`python -m xform` is the command line."""
+
+from xform.cli import main
+
+main()

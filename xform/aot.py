@@ -1,0 +1,273 @@
+"""Compiles a lowered program for a TPU topology on a machine without a TPU, and reads what the compiler made of it.
+
+The real XLA:TPU compiler runs (libtpu), in a child process (`xform.aot_child`). By default it is ended as soon as the
+scheduled, buffer-assigned module is on disk: seconds, where code generation takes minutes. Traffic, arithmetic, trip counts
+and memory are those of a full compilation; what only that can tell (estimated cycles, peak memory, errors of code
+generation) needs `full=True`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from xform import aot_child, buffers, hlo, hlo_costs
+from xform.errors import PlanError
+from xform.topologies import Topology, prepare_environment
+
+POLL_SECONDS = 0.05
+PROGRESS_SECONDS = 5.0
+_SCHEDULED = "*.after_optimizations_after_buffer_assignment.txt"
+_BUFFERS = "*.after_optimizations-buffer-assignment.txt"
+_UNFINISHED = "stopped before code generation: its errors stay unseen, and there are no cycles and no peak memory (see full)"
+
+
+class OutOfDeviceMemory(PlanError):
+    """The program needs more device memory than the topology's devices have. `largest` are the buffers that take most."""
+
+    def __init__(self, message: str, largest: list[buffers.Buffer]) -> None:
+        super().__init__(message)
+        self.largest = largest
+
+
+class CompilerError(RuntimeError):
+    """XLA refused the program, for a reason other than memory; its own words."""
+
+
+@dataclasses.dataclass
+class Result:
+    """What one compilation told; all figures are per device and call.
+
+    `memory` is in bytes; `peak`, and `costs.cycles` with it, only where `full`. `hlo_text` is the scheduled module.
+    """
+
+    topology: Topology
+    mesh: dict[str, int]
+    seconds: dict[str, float]
+    memory: dict[str, int | None]
+    costs: hlo_costs.Costs
+    hlo_text: str
+    full: bool
+
+    @property
+    def notes(self) -> list[str]:
+        return self.costs.notes + ([] if self.full else [_UNFINISHED])
+
+    @property
+    def cycles(self) -> int | None:
+        """The compiler's estimate for its own compute, without kernels, collectives and waiting; not a step time."""
+        return self.costs.cycles if self.full else None
+
+    def to_json(self) -> dict[str, Any]:
+        costs = self.costs
+        return {
+            "topology": self.topology.name,
+            "mesh": self.mesh,
+            "seconds": {key: round(value, 3) for key, value in self.seconds.items()},
+            "memory": self.memory,
+            "collectives": {kind: traffic.to_json() for kind, traffic in sorted(costs.collectives.items())},
+            "collectives_by_axis": {
+                axes: {kind: traffic.to_json() for kind, traffic in sorted(kinds.items())}
+                for axes, kinds in sorted(costs.axes.items())
+            },
+            "cycles": self.cycles,
+            "cycles_by_scope": dict(sorted(costs.scopes.items())) if self.full else None,
+            "dot_flops": costs.flops,
+            "dot_flops_by_phase": dict(sorted(costs.dot_flops.items())),
+            "kernels": [
+                {"name": name, "count": kernel.count, "claimed_flops": kernel.claimed_flops}
+                for name, kernel in sorted(costs.kernels.items())
+            ],
+            "host_transfers": {way: traffic.to_json() for way, traffic in sorted(costs.host.items())},
+            "notes": self.notes,
+            "full": self.full,
+        }
+
+    def render(self, model_flops: float | None = None) -> str:
+        """The same for people. `model_flops`: what the model itself needs for one call, on all devices together."""
+        return "\n".join(_rendered(self, model_flops))
+
+
+def compile_lowered(
+    lowered: jax.stages.Lowered,
+    *,
+    topology: Topology,
+    mesh: jax.sharding.Mesh,
+    full: bool = False,
+    seconds: Mapping[str, float] | None = None,
+    progress: Callable[[str], None] | None = None,
+) -> Result:
+    """Compile a program that was lowered for devices of `topology` (`jax.jit(...).lower(...)` with shardings on them).
+
+    Stops before code generation unless `full`. `seconds` are those that were spent before (trace, rewrite, lower), to be
+    reported with this compilation's. `progress` is told, now and then, what is going on.
+    Raises OutOfDeviceMemory, CompilerError, and PlanError without libtpu.
+    """
+    prepare_environment()
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="xform-aot-") as name:
+        directory = Path(name)
+        aot_child.pack(lowered, topology, directory)
+        _run_child(directory, full, progress or (lambda line: None))
+        text, memory = _outcome(directory, full, topology)
+    axes = dict(mesh.shape)
+    result = Result(topology, axes, dict(seconds or {}), memory, hlo_costs.costs(text, axes), text, full)
+    result.seconds["compile"] = time.monotonic() - start
+    return result
+
+
+def _run_child(directory: Path, full: bool, progress: Callable[[str], None]) -> None:
+    """Run the child until it ends, or has written what is wanted. It never outlives this call."""
+    root = str(Path(__file__).resolve().parent.parent)
+    paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    start = told = time.monotonic()
+    with (directory / "log.txt").open("wb") as log:
+        child = subprocess.Popen(
+            [sys.executable, "-P", "-m", aot_child.__name__, str(directory)],
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment,
+        )  # fmt: skip
+        try:
+            while child.poll() is None and (full or _scheduled(directory) is None):
+                time.sleep(POLL_SECONDS)
+                if time.monotonic() - told > PROGRESS_SECONDS:
+                    told = time.monotonic()
+                    stage = "compiling" if _found(directory, _BUFFERS) is None else "generating code"
+                    progress(f"{stage}: {told - start:.0f} s")
+        finally:
+            child.kill()
+            child.wait()
+
+
+def _found(directory: Path, pattern: str) -> Path | None:
+    return min((directory / "dump").glob(pattern), default=None)
+
+
+def _scheduled(directory: Path) -> str | None:
+    """The scheduled module's text, once all of it, and the buffer assignment before it, are on disk."""
+    path = _found(directory, _SCHEDULED)
+    if path is None or _found(directory, _BUFFERS) is None:
+        return None
+    text = path.read_text()
+    return text if "\nENTRY " in text and text.rstrip().endswith("\n}") else None
+
+
+def _outcome(directory: Path, full: bool, topology: Topology) -> tuple[str, dict[str, int | None]]:
+    """The module's text and memory figures, or the error that stopped the child before it had them."""
+    assigned = _found(directory, _BUFFERS)
+    memory: dict[str, int | None] = {"peak": None}
+    if full and (directory / "memory.json").exists():
+        stats = aot_child.read_json(directory / "memory.json")
+        memory |= {key: stats.get(f"{key}_size_in_bytes", 0) for key in buffers.memory("")}
+        memory["peak"] = stats["peak_memory_in_bytes"]
+        return (directory / "compiled.txt").read_text(), memory
+    text = None if full else _scheduled(directory)
+    if text is not None and assigned is not None:
+        return text, memory | buffers.memory(assigned.read_text())
+    error = directory / "error.txt"
+    if not error.exists():
+        log = (directory / "log.txt").read_text(errors="replace").strip()
+        raise CompilerError(f"the compiler's process died:\n{_first_lines(log) or '(it said nothing)'}")
+    message = error.read_text()
+    if "RESOURCE_EXHAUSTED" in message:
+        raise _out_of_memory(message, directory, topology)
+    raise CompilerError(_first_lines(message))
+
+
+def _first_lines(text: str, count: int = 12) -> str:
+    lines = text.strip().splitlines()
+    return "\n".join(lines[:count]) + (f"\n... {len(lines) - count} more lines" if len(lines) > count else "")
+
+
+def _out_of_memory(message: str, directory: Path, topology: Topology) -> OutOfDeviceMemory:
+    """The compiler's message made into what takes the memory, and what could be done about it."""
+    lines = [f"out of device memory on {topology.name}: {_first_lines(message, 3)}"]
+    assigned, printed = _found(directory, _BUFFERS), _found(directory, "*.after_optimizations.txt")
+    largest: list[buffers.Buffer] = []
+    help_: list[str] = []
+    if assigned is not None:
+        text = assigned.read_text()
+        largest = buffers.largest(text, hlo.parse(printed.read_text()) if printed else None)
+        sizes = buffers.memory(text)
+        lines.append(
+            f"a device holds {_gb(sizes['argument'])} of arguments and {_gb(sizes['temp'])} of temporaries; largest:"
+        )
+        lines += [f"  {buffer}" for buffer in largest]
+        if sizes["temp"] >= sizes["argument"]:
+            help_ += ["a Remat policy that saves less", "a smaller batch a device, or Accumulate"]
+        else:
+            help_ += ["weights and optimizer state over more devices (Shard)"]
+    help_ += ["more devices on the mesh axes that shard these buffers", "devices with more memory"]
+    return OutOfDeviceMemory("\n".join([*lines, f"what would help: {'; '.join(help_)}"]), largest)
+
+
+# For people
+
+
+def _rendered(result: Result, model_flops: float | None) -> list[str]:
+    costs, topology, memory = result.costs, result.topology, result.memory
+    mesh = " x ".join(f"{axis} {size}" for axis, size in result.mesh.items())
+    seconds = ", ".join(f"{key} {value:.1f}" for key, value in result.seconds.items())
+    lines = [f"{topology}, mesh {mesh}; per device:", f"seconds    {seconds}"]
+    shown = ("argument", "output", "alias", "temp", "peak", "host_argument", "host_output", "host_temp")
+    parts = [f"{key.replace('_', ' ')} {_gb(size)}" for key in shown if (size := memory.get(key))]
+    lines.append(f"memory     {', '.join(parts)} (of {_gb(topology.hbm)})")
+    lines += _traffic_lines(costs)
+    lines += [_flops_line(result, model_flops)]
+    if result.full:
+        lines.append(
+            f"cycles     {costs.cycles / 1e6:.1f} M estimated, {costs.cycles / topology.clock * 1e3:.2f} ms"
+        )
+        dearest = sorted(costs.scopes.items(), key=lambda item: -item[1])[:8]
+        lines += [f"           {cycles / max(costs.cycles, 1):6.1%} {scope}" for scope, cycles in dearest]
+    for way, traffic in sorted(costs.host.items()):
+        lines.append(f"host       {way.replace('_', ' ')}: {traffic.count} copies, {_gb(traffic.wire_bytes)}")
+    kernels = [f"{name} x{kernel.count}" for name, kernel in sorted(costs.kernels.items())]
+    lines.append(f"kernels    {', '.join(kernels) or 'none'}")
+    return lines + [f"note       {note}" for note in result.notes]
+
+
+def _traffic_lines(costs: hlo_costs.Costs) -> list[str]:
+    if not costs.collectives:
+        return ["wire       no collectives"]
+    total = hlo_costs.Traffic()
+    for traffic in costs.collectives.values():
+        total.merge(traffic)
+    rows = [("all", "", total)]
+    rows += [("", kind, traffic) for kind, traffic in sorted(costs.collectives.items())]
+    for axes, kinds in sorted(costs.axes.items()):
+        rows += [(f"over {axes}", kind, traffic) for kind, traffic in sorted(kinds.items())]
+    lines = []
+    for index, (where, kind, traffic) in enumerate(rows):
+        lead = "wire" if index == 0 else ""
+        overlap = f", {traffic.async_count} asynchronous" if traffic.async_count else ""
+        lines.append(
+            f"{lead:10} {where:16} {kind:20} {_gb(traffic.wire_bytes):>12} {traffic.count:6} times{overlap}"
+        )
+    return lines
+
+
+def _flops_line(result: Result, model_flops: float | None) -> str:
+    flops = result.costs.flops
+    phases = ", ".join(f"{phase} {part / 1e12:.3g}" for phase, part in sorted(result.costs.dot_flops.items()))
+    line = f"dots       {flops / 1e12:.4g} TFLOP ({phases}), {flops / result.topology.peak_flops * 1e3:.3g} ms at peak"
+    if model_flops and flops:
+        ideal = model_flops / result.topology.device_count
+        line += f"; the model needs {ideal / 1e12:.4g}, {ideal / flops:.1%} of it"
+    return line
+
+
+def _gb(nbytes: float) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.2f} {unit}"
+    return f"{nbytes:.0f} B"

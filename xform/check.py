@@ -1,0 +1,258 @@
+"""Runs the original program on one device and the rewritten one on N, and compares what comes out.
+
+A training step (its first result is its first argument's next value) is run several times, state fed back; a loss (a
+float scalar) is compared with its gradients by the first argument; anything else by its results.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from xform.api import Parallelized, parallelize
+from xform.axes import find_axes
+from xform.errors import RewriteError
+from xform.higher_order import bodies
+from xform.plan import Plan
+from xform.roles import find_roles
+from xform.targets import materialize
+
+TOLERANCE = {
+    # Sums over devices are taken in another order: a few units in the last place of what is summed, and the
+    # optimizer's division by a root of small second moments makes more of them.
+    "float64": 1e-8,
+    "float32": 2e-4,
+    # 8 and 11 bits of significand: results of layers differ by a few units in the last place.
+    "bfloat16": 6e-2,
+    "float16": 1e-2,
+}
+"""Largest error allowed, relative to the tensor's largest value, by the coarsest float type in the program."""
+
+
+CONDITIONING = 8.0
+"""A tensor beyond the tolerance still agrees when the original, its arguments nudged by one unit in the last place,
+moves an eighth as far: a gradient that is nothing but rounding, which Adam then blows up to a full step."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """Errors are over all compared tensors: absolute, and relative to the largest value of the tensor.
+
+    first_difference: the first tensor beyond what is allowed, as `step 2: [0].params['w']`, or None. worst: the tensor
+    with the largest relative error. excused: tensors beyond the tolerance but within CONDITIONING times what the
+    original moves them by itself when its arguments are nudged in the last place.
+    """
+
+    ok: bool
+    max_abs_error: float
+    max_rel_error: float
+    first_difference: str | None
+    tolerance: float
+    compared: int
+    kind: str
+    worst: str = ""
+    excused: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        verdict = "agrees" if self.ok else f"DIFFERS, first at {self.first_difference}"
+        return (
+            f"{verdict}: {self.kind}, {self.compared} tensors compared; largest error"
+            f" {self.max_abs_error:.3g} absolute, {self.max_rel_error:.3g} of the tensor's largest value"
+            f" (at {self.worst}; allowed {self.tolerance:g})"
+            + (f"; {self.excused} tensors are no better determined by the original itself" if self.excused else "")
+        )
+
+
+def check(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    plan: Plan,
+    *,
+    devices: Sequence[Any] | None = None,
+    steps: int = 3,
+    tolerance: float | None = None,
+    seed: int = 0,
+) -> Result:
+    """Compares `fn(*args)` on one device with `parallelize(fn, plan)(*args)` on `devices` (default: all).
+
+    args: arrays, or ShapeDtypeStructs, for which arrays are made (`xform.targets.materialize`). steps: how many times
+    a training step is run. tolerance: relative to each tensor's largest value; default by the coarsest float type.
+    """
+    fn, kind = _comparable(fn, args)
+    jaxpr = jax.make_jaxpr(fn)(*args)
+    roles = find_roles(find_axes(jaxpr), plan.axes, [jax.tree_util.keystr(p) for p, _ in _flat(tuple(args))])
+    args = materialize(tuple(args), jaxpr, roles, seed)
+    allowed = tolerance if tolerance is not None else _tolerance(jaxpr)
+    rewritten = parallelize(fn, plan, devices=devices)
+    here = jax.devices("cpu")[0] if devices is None else list(devices)[0]
+    turns = steps if kind == "training step" else 1
+    original = jax.jit(fn)
+    compare = _Comparison(allowed)
+    expected = list(_run(original, jax.device_put(args, here), turns))
+    for turn, (want, got) in enumerate(zip(expected, _run(rewritten, _placed(rewritten, args), turns), strict=True)):
+        compare.trees(want, got, f"step {turn + 1}: " if kind == "training step" else "")
+    if compare.beyond():
+        nudged = jax.device_put(_nudged(args, seed), here)
+        for turn, (want, moved) in enumerate(zip(expected, _run(original, nudged, turns), strict=True)):
+            compare.conditioning(want, moved, f"step {turn + 1}: " if kind == "training step" else "")
+    return compare.result(kind)
+
+
+def _run(step: Callable[..., Any], args: tuple[Any, ...], turns: int) -> Iterator[Any]:
+    """The results of `turns` calls, each starting from the state that the last one returned."""
+    for turn in range(turns):
+        out = step(*args)
+        if turn + 1 < turns:
+            args = (out[0] if isinstance(out, tuple) else out, *args[1:])
+        yield jax.tree.map(_host, out)
+
+
+def _nudged(args: Any, seed: int) -> Any:
+    """The arguments with every float moved by about one unit in the last place."""
+    rng = np.random.default_rng(seed)
+
+    def nudge(x: Any) -> Any:
+        if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
+            return x
+        sign = jnp.asarray(rng.choice([-1, 1], np.shape(x)), x.dtype)
+        return x + x * sign * jnp.finfo(x.dtype).eps
+
+    return jax.tree.map(nudge, args)
+
+
+def _placed(rewritten: Parallelized, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    placed = rewritten.place(*args)
+    return placed if len(args) > 1 else (placed,)
+
+
+def _comparable(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[..., Any], str]:
+    """What to run and compare for `fn`: itself, or, for a loss, its value and gradients."""
+    out = jax.eval_shape(fn, *args)
+    first = out[0] if isinstance(out, tuple) and out else out
+    if args and _same_types(first, args[0]):
+        return fn, "training step"
+    scalar = isinstance(first, jax.ShapeDtypeStruct) and first.shape == ()
+    if scalar and jnp.issubdtype(first.dtype, jnp.floating) and args and _differentiable(args[0]):
+        has_aux = isinstance(out, tuple)
+        if has_aux and len(out) != 2:
+            return fn, "results"
+        return jax.value_and_grad(fn, has_aux=has_aux), "loss and gradients"
+    return fn, "results"
+
+
+def _same_types(a: Any, b: Any) -> bool:
+    if jax.tree.structure(a) != jax.tree.structure(b) or not jax.tree.leaves(a):
+        return False
+    return all(
+        np.shape(x) == np.shape(y) and jnp.result_type(x) == jnp.result_type(y)
+        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    )
+
+
+def _differentiable(tree: Any) -> bool:
+    leaves = jax.tree.leaves(tree)
+    return bool(leaves) and all(jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in leaves)
+
+
+def _tolerance(jaxpr: Any) -> float:
+    found: set[str] = set()
+    pending = [jaxpr]
+    while pending:
+        body = pending.pop()
+        for eqn in body.eqns:
+            found |= {str(getattr(v.aval, "dtype", "")) for v in eqn.outvars}
+            pending += bodies(eqn)
+    present = [TOLERANCE[name] for name in TOLERANCE if name in found]
+    return max(present, default=TOLERANCE["float32"])
+
+
+def _flat(tree: Any) -> list[Any]:
+    return jax.tree_util.tree_flatten_with_path(tree)[0]
+
+
+class _Comparison:
+    """Errors by tensor, each with the tensor's scale and how far the original itself moves when nudged."""
+
+    def __init__(self, tolerance: float) -> None:
+        self.tolerance = tolerance
+        self.errors: dict[str, tuple[float, float]] = {}
+        self.moves: dict[str, float] = {}
+
+    def trees(self, expected: Any, got: Any, prefix: str) -> None:
+        if jax.tree.structure(expected) != jax.tree.structure(got):
+            raise RewriteError(
+                f"the rewritten program returns {jax.tree.structure(got)}, the original {jax.tree.structure(expected)}"
+            )
+        for (path, x), (_, y) in zip(_flat(expected), _flat(got), strict=True):
+            name = prefix + (jax.tree_util.keystr(path) or "result")
+            self.errors[name] = (_distance(x, y), _scale(x))
+
+    def conditioning(self, expected: Any, moved: Any, prefix: str) -> None:
+        for (path, x), (_, y) in zip(_flat(expected), _flat(moved), strict=True):
+            self.moves[prefix + (jax.tree_util.keystr(path) or "result")] = _distance(x, y)
+
+    def beyond(self) -> list[str]:
+        """The tensors beyond what is allowed, in order."""
+        return [
+            name
+            for name, (error, scale) in self.errors.items()
+            if not error <= max(self.tolerance * scale, CONDITIONING * self.moves.get(name, 0.0))
+        ]
+
+    def result(self, kind: str) -> Result:
+        relative = {name: _relative(*pair) for name, pair in self.errors.items()}
+        worst = max(relative, key=lambda name: relative[name], default="")
+        beyond = self.beyond()
+        excused = sum(relative[name] > self.tolerance for name in self.errors) - len(beyond)
+        return Result(
+            not beyond,
+            max((error for error, _ in self.errors.values()), default=0.0),
+            relative.get(worst, 0.0),
+            beyond[0] if beyond else None,
+            self.tolerance,
+            len(self.errors),
+            kind,
+            worst,
+            excused,
+        )
+
+
+def _distance(a: np.ndarray, b: np.ndarray) -> float:
+    """The largest difference; infinite where types differ, or one is not finite and the other is another thing."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return float("inf")
+    if not a.size:
+        return 0.0
+    if a.dtype.kind not in "fc":
+        return float(np.max(np.abs(a.astype(np.float64) - b.astype(np.float64))))
+    same = (a == b) | (np.isnan(a) & np.isnan(b))
+    with np.errstate(invalid="ignore"):
+        error = np.where(same, 0.0, np.abs(a - b))
+    return float("inf") if np.isnan(error).any() else float(np.max(error))
+
+
+def _scale(a: np.ndarray) -> float:
+    finite = np.abs(a[np.isfinite(a)]) if a.dtype.kind in "fc" else np.abs(a.astype(np.float64))
+    return float(finite.max()) if finite.size else 0.0
+
+
+def _relative(error: float, scale: float) -> float:
+    return error / scale if scale else (0.0 if error == 0 else float("inf"))
+
+
+def _host(x: Any) -> np.ndarray:
+    """The whole value as numpy: floats of any width in double, the rest as it is."""
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    x = jax.device_get(x)
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        return np.asarray(x, np.float64)
+    return np.asarray(x)

@@ -1,0 +1,160 @@
+"""Targets of the command line: `module:factory`, where `factory(**options)` returns `(fn, args)`.
+
+Also what stands in for arguments given as shapes when a program is to be run: `materialize`.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from xform.errors import PlanError
+from xform.higher_order import bodies, carries, operands
+from xform.inputs import kinds
+from xform.roles import Roles
+from xform.trace import Jaxpr, Literal, Var
+
+
+def load(target: str, options: Sequence[str] = ()) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The function and arguments of `module:factory` with options `key=value`.
+
+    The current directory is searched as well. Raises PlanError, saying what there is, for a module, a factory or an
+    option that does not exist.
+    """
+    module_name, colon, name = target.partition(":")
+    if not colon or not name:
+        raise PlanError(f"target {target!r}: write module:factory, such as xform.models.llama:train_step")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (module_name + ".").startswith(error.name + "."):
+            raise
+        raise PlanError(f"target {target!r}: there is no module {error.name!r}") from None
+    factory = getattr(module, name, None)
+    if not callable(factory):
+        names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        near = difflib.get_close_matches(name, names, 3)
+        raise PlanError(
+            f"target {target!r}: {module_name} has no factory {name!r}; did you mean {' or '.join(near or names[:8])}?"
+        )
+    keywords = dict(_option(o) for o in options)
+    try:
+        made = factory(**keywords)
+    except (TypeError, ValueError) as error:
+        raise PlanError(f"target {target!r} with {keywords}: {error}") from error
+    if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0])):
+        raise PlanError(f"target {target!r} gave {type(made).__name__}; a factory returns (fn, args)")
+    fn, args = made
+    return fn, tuple(args)
+
+
+def _option(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals or not key.isidentifier():
+        raise PlanError(f"-s {text}: write key=value")
+    if value.lower() in ("true", "false"):
+        return key, value.lower() == "true"
+    try:
+        return key, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return key, value
+
+
+# ---------------------------------------------------------------- arguments to run with
+
+
+def materialize(args: Any, jaxpr: Jaxpr, roles: Roles, seed: int = 0) -> Any:
+    """Arrays for the ShapeDtypeStructs among `args`, a tree whose leaves are the inputs of `jaxpr` in order.
+
+    Parameters are normal, scaled by the square root of what they are contracted over so that activations keep their
+    size; optimizer state is zero, as at the start; integers are below what they index (a vocabulary), or 0 and 1 where
+    they index nothing (segments, masks). Arrays are left as they are.
+    """
+    leaves, tree = jax.tree.flatten(args)
+    bounds = index_bounds(jaxpr)
+    rng = np.random.default_rng(seed)
+    made = []
+    for x, var, kind in zip(leaves, jaxpr.invars, kinds(jaxpr, roles), strict=True):
+        made.append(_array(x, kind, bounds.get(var, 2), rng) if isinstance(x, jax.ShapeDtypeStruct) else x)
+    return jax.tree.unflatten(tree, made)
+
+
+def _array(x: jax.ShapeDtypeStruct, kind: str, bound: int, rng: np.random.Generator) -> Any:
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        keys = jax.random.split(jax.random.key(int(rng.integers(1 << 30))), int(np.prod(x.shape)))
+        return keys.reshape(x.shape)
+    if kind == "optimizer":
+        return jnp.zeros(x.shape, x.dtype)
+    if jnp.issubdtype(x.dtype, jnp.bool_):
+        return jnp.asarray(rng.integers(0, 2, x.shape), x.dtype)
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        return jnp.asarray(rng.integers(0, max(bound, 1), x.shape), x.dtype)
+    values = rng.standard_normal(x.shape, np.float32)
+    if kind == "parameter":
+        if len(x.shape) < 2:
+            return jnp.asarray(1 + 0.1 * values, x.dtype)
+        values *= float(np.prod(x.shape[:-1])) ** -0.5
+    return jnp.asarray(values, x.dtype)
+
+
+_CARRIES_INDICES = frozenset(
+    "convert_element_type reshape broadcast_in_dim squeeze slice concatenate transpose copy expand_dims select_n"
+    " add sub max min clamp pad rev dynamic_slice stop_gradient sharding_constraint split".split()
+)
+
+
+def index_bounds(jaxpr: Jaxpr) -> dict[Var, int]:
+    """For the integer inputs that index something (a table, the classes of a one-hot), how large it is."""
+    return _bounds(jaxpr)
+
+
+def _bounds(jaxpr: Jaxpr, outs: Sequence[int | None] = ()) -> dict[Var, int]:
+    bound: dict[Var, int] = {}
+
+    def limit(atom: Any, size: int | None) -> None:
+        if size is not None and not isinstance(atom, Literal):
+            bound[atom] = min(size, bound.get(atom, size))
+
+    for var, size in zip(jaxpr.outvars, outs, strict=False):
+        limit(var, size)
+    counted: dict[Any, int] = {}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "iota":
+            counted[eqn.outvars[0]] = eqn.params["shape"][eqn.params["dimension"]]
+        elif eqn.primitive.name in ("broadcast_in_dim", "reshape", "convert_element_type", "squeeze"):
+            if eqn.invars and not isinstance(eqn.invars[0], Literal) and eqn.invars[0] in counted:
+                counted[eqn.outvars[0]] = counted[eqn.invars[0]]
+    for eqn in reversed(jaxpr.eqns):
+        name = eqn.primitive.name
+        if name == "gather":
+            numbers = eqn.params["dimension_numbers"]
+            sizes = [eqn.invars[0].aval.shape[d] for d in numbers.start_index_map]
+            limit(eqn.invars[1], min(sizes, default=None))
+        elif name in ("eq", "ne"):
+            for a, b in (eqn.invars, reversed(eqn.invars)):
+                if not isinstance(b, Literal) and b in counted:
+                    limit(a, counted[b])
+        elif bodies(eqn):
+            for number, body in enumerate(bodies(eqn)):
+                wanted = [bound.get(v) for v in eqn.outvars] if len(body.outvars) == len(eqn.outvars) else []
+                inside = _bounds(body, [] if carries(eqn, number) else wanted)
+                for var, position in zip(body.invars, operands(eqn, number), strict=True):
+                    if position is not None:
+                        limit(eqn.invars[position], inside.get(var))
+        elif name in _CARRIES_INDICES:
+            sizes = [bound[v] for v in eqn.outvars if v in bound]
+            for v in eqn.invars:
+                if sizes and jnp.issubdtype(v.aval.dtype, jnp.integer):
+                    limit(v, min(sizes))
+    return {v: n for v, n in bound.items() if v in set(jaxpr.invars)}
