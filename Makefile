@@ -7,7 +7,7 @@
 VENV := .venv
 PYTHON := $(VENV)/bin/python
 XFORM := $(VENV)/bin/xform
-ARGS :=
+ARGS ?=
 
 LLAMA := xform.models.llama:train_step -s size=tiny
 
@@ -37,8 +37,8 @@ lint: $(VENV)/.installed-test
 	$(PYTHON) -m ruff format --check .
 	@echo "make: mypy, on the package as it is built and installed"
 	rm -rf build
-	$(PYTHON) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir build/wheel .
-	$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --target build/installed build/wheel/*.whl
+	$(PYTHON) -m pip wheel -qq --disable-pip-version-check --no-deps --wheel-dir build/wheel .
+	$(PYTHON) -m pip install -qq --disable-pip-version-check --no-deps --target build/installed build/wheel/*.whl
 	cd build/installed && ../../$(PYTHON) -m mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p xform
 
 clean:
@@ -50,7 +50,7 @@ $(VENV)/.installed-test: EXTRAS := test
 $(VENV)/.installed-%: setup.py | $(PYTHON)
 	@echo "make: installing xform[$(EXTRAS)] and what it needs into $(VENV) (minutes, the first time)"
 	@$(PYTHON) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m ensurepip
-	$(PYTHON) -m pip install --quiet --disable-pip-version-check --editable '.[$(EXTRAS)]'
+	$(PYTHON) -m pip install -qq --disable-pip-version-check --editable '.[$(EXTRAS)]'
 	@touch $@
 
 $(PYTHON):

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from xform import plans, registry
@@ -151,6 +151,11 @@ def test_what_is_no_pass_is_refused(thing: Any, reason: str) -> None:
         Plan({}, [thing])
 
 
+def test_passes_are_a_list() -> None:
+    with pytest.raises(PlanError, match="expected a list of passes, got Other"):
+        Plan({}, Other(1))  # type: ignore[arg-type]
+
+
 def test_a_pass_of_an_unknown_stage_is_refused() -> None:
     class Late(Other):
         stages: ClassVar[frozenset[str]] = frozenset({"link"})
@@ -222,6 +227,7 @@ AXES = st.dictionaries(
 )
 
 
+@settings(max_examples=60)
 @given(
     AXES,
     AXES,

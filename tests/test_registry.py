@@ -30,10 +30,17 @@ def install(folder: pathlib.Path, name: str, version: str, entry_points: dict[st
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
+    """A pass.
+
+    policy: which tensors to save,
+        and which to keep: none.
+    axes: where to.
+    plainly: no option.
+    """
+
     ratio: float
     policy: str | None = None
-    "Which tensors to save."
-    axes: tuple[str, ...] = dataclasses.field(default=("data",), metadata={"doc": "Where to."})
+    axes: tuple[str, ...] = ("data",)
     plain: bool = False
     derived: int = dataclasses.field(default=0, init=False)
     stages: ClassVar[tuple[str, ...]] = ("step",)
@@ -50,9 +57,22 @@ def test_every_builtin_row_is_a_pass_with_a_lower_case_name() -> None:
 def test_options_are_the_fields_with_types_defaults_and_sentences() -> None:
     ratio, policy, axes, plain = registry.options(Sample)
     assert ratio == registry.Option("ratio", "float", dataclasses.MISSING, "")
-    assert policy == registry.Option("policy", "str | None", None, "Which tensors to save.")
-    assert axes == registry.Option("axes", "tuple[str, ...]", ("data",), "Where to.")
+    assert policy == registry.Option(
+        "policy", "str | None", None, "which tensors to save, and which to keep: none."
+    )
+    assert axes == registry.Option("axes", "tuple[str, ...]", ("data",), "where to.")
     assert plain == registry.Option("plain", "bool", False, "")
+    assert str(policy).splitlines()[0] == "policy: str | None = None"
+    assert json.loads(json.dumps([ratio.to_json(), axes.to_json()])) == [
+        {"name": "ratio", "type": "float", "doc": ""},
+        {"name": "axes", "type": "tuple[str, ...]", "default": ["data"], "doc": "where to."},
+    ]
+
+
+def test_every_option_of_a_builtin_pass_is_described() -> None:
+    for name in registry.BUILTIN:
+        for option in registry.options(registry.find(name)):
+            assert option.doc, f"{name}: {option.name}"
 
 
 def test_an_unknown_name_is_answered_with_the_nearest_one() -> None:
@@ -117,8 +137,8 @@ print(json.dumps({
         "notes": ["tally: did 1 equations"],
         "flag": True,
         "options": [
-            ["only", "tuple[str, ...]", "Primitives to count; all where none is named."],
-            ["label", "str", "What the note calls them."],
+            ["only", "tuple[str, ...]", "primitives to count; all where none is named."],
+            ["label", "str", "what the note calls them."],
         ],
     }
 

@@ -7,3 +7,27 @@ if not os.path.isdir(os.path.join(_HERE, "passes")):
     # A checkout: passes, kernels and models lie beside the package, not inside it as when installed.
     __path__.append(os.path.dirname(_HERE))
 del os, _HERE
+
+from xform import plans as plans  # noqa: E402  (after the path is complete)
+from xform.api import Lowered, Parallelized, Program, parallelize  # noqa: E402
+from xform.check import check  # noqa: E402
+from xform.errors import Decline, PlanError, RewriteError  # noqa: E402
+from xform.passes.shard import Shard  # noqa: E402
+from xform.plan import Pass, Plan  # noqa: E402
+from xform.report import Report  # noqa: E402
+
+__all__ = [
+    "Decline",
+    "Lowered",
+    "Parallelized",
+    "Pass",
+    "Plan",
+    "PlanError",
+    "Program",
+    "Report",
+    "RewriteError",
+    "Shard",
+    "check",
+    "parallelize",
+    "plans",
+]

@@ -1,9 +1,9 @@
-"""Compiles a lowered program for a TPU topology on a machine without a TPU, and reads what the compiler made of it.
+"""Compiles a lowered program for a TPU topology, without a TPU, and reads what the compiler made of it.
 
-The real XLA:TPU compiler runs (libtpu), in a child process (`xform.aot_child`). By default it is ended as soon as the
-scheduled, buffer-assigned module is on disk: seconds, where code generation takes minutes. Traffic, arithmetic, trip counts
-and memory are those of a full compilation; what only that can tell (estimated cycles, peak memory, errors of code
-generation) needs `full=True`.
+The real XLA:TPU compiler runs (libtpu), in a child process (`xform.aot_child`). By default it is ended as
+soon as the scheduled, buffer-assigned module is on disk: seconds, where code generation takes minutes.
+Traffic, arithmetic, trip counts and memory are those of a full compilation; what only that can tell
+(estimated cycles, peak memory, errors of code generation) needs `full=True`.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ import jax
 
 from xform import aot_child, buffers, hlo, hlo_costs
 from xform.errors import PlanError
-from xform.topologies import Topology, prepare_environment
+from xform.topologies import ENVIRONMENT, Topology, prepare_environment
 
 POLL_SECONDS = 0.05
 PROGRESS_SECONDS = 5.0
 _SCHEDULED = "*.after_optimizations_after_buffer_assignment.txt"
 _BUFFERS = "*.after_optimizations-buffer-assignment.txt"
-_UNFINISHED = "stopped before code generation: its errors stay unseen, and there are no cycles and no peak memory (see full)"
+_UNFINISHED = "stopped before code generation: its errors, cycles and peak memory stay unseen (see full)"
 
 
 class OutOfDeviceMemory(PlanError):
-    """The program needs more device memory than the topology's devices have. `largest` are the buffers that take most."""
+    """The program needs more memory than the topology's devices have. `largest`: the largest buffers."""
 
     def __init__(self, message: str, largest: list[buffers.Buffer]) -> None:
         super().__init__(message)
@@ -47,7 +47,8 @@ class CompilerError(RuntimeError):
 class Result:
     """What one compilation told; all figures are per device and call.
 
-    `memory` is in bytes; `peak`, and `costs.cycles` with it, only where `full`. `hlo_text` is the scheduled module.
+    `memory` is in bytes; `peak`, and `costs.cycles` with it, only where `full`. `hlo_text` is the scheduled
+    module.
     """
 
     topology: Topology
@@ -64,7 +65,7 @@ class Result:
 
     @property
     def cycles(self) -> int | None:
-        """The compiler's estimate for its own compute, without kernels, collectives and waiting; not a step time."""
+        """The compiler's estimate of its own compute: no kernels, collectives or waiting; not a step time."""
         return self.costs.cycles if self.full else None
 
     def to_json(self) -> dict[str, Any]:
@@ -93,7 +94,7 @@ class Result:
         }
 
     def render(self, model_flops: float | None = None) -> str:
-        """The same for people. `model_flops`: what the model itself needs for one call, on all devices together."""
+        """The same for people. `model_flops`: what the model needs for one call, on all devices together."""
         return "\n".join(_rendered(self, model_flops))
 
 
@@ -106,11 +107,11 @@ def compile_lowered(
     seconds: Mapping[str, float] | None = None,
     progress: Callable[[str], None] | None = None,
 ) -> Result:
-    """Compile a program that was lowered for devices of `topology` (`jax.jit(...).lower(...)` with shardings on them).
+    """Compile a program lowered for devices of `topology`: `jax.jit(...).lower(...)` with shardings on them.
 
-    Stops before code generation unless `full`. `seconds` are those that were spent before (trace, rewrite, lower), to be
-    reported with this compilation's. `progress` is told, now and then, what is going on.
-    Raises OutOfDeviceMemory, CompilerError, and PlanError without libtpu.
+    Stops before code generation unless `full`. `seconds` are those that were spent before (trace, rewrite,
+    lower), to be reported with this compilation's. `progress` is told, now and then, what is going on. Raises
+    OutOfDeviceMemory, CompilerError, and PlanError without libtpu.
     """
     prepare_environment()
     start = time.monotonic()
@@ -120,7 +121,10 @@ def compile_lowered(
         _run_child(directory, full, progress or (lambda line: None))
         text, memory = _outcome(directory, full, topology)
     axes = dict(mesh.shape)
-    result = Result(topology, axes, dict(seconds or {}), memory, hlo_costs.costs(text, axes), text, full)
+    slices = [getattr(device, "slice_index", None) or 0 for device in mesh.devices.flat]
+    result = Result(
+        topology, axes, dict(seconds or {}), memory, hlo_costs.costs(text, axes, slices), text, full
+    )
     result.seconds["compile"] = time.monotonic() - start
     return result
 
@@ -129,7 +133,7 @@ def _run_child(directory: Path, full: bool, progress: Callable[[str], None]) -> 
     """Run the child until it ends, or has written what is wanted. It never outlives this call."""
     root = str(Path(__file__).resolve().parent.parent)
     paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    environment = ENVIRONMENT | os.environ | {"PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu"}
     start = told = time.monotonic()
     with (directory / "log.txt").open("wb") as log:
         child = subprocess.Popen(
@@ -199,13 +203,16 @@ def _out_of_memory(message: str, directory: Path, topology: Topology) -> OutOfDe
         largest = buffers.largest(text, hlo.parse(printed.read_text()) if printed else None)
         sizes = buffers.memory(text)
         lines.append(
-            f"a device holds {_gb(sizes['argument'])} of arguments and {_gb(sizes['temp'])} of temporaries; largest:"
+            f"a device holds {_gb(sizes['argument'])} of arguments, {_gb(sizes['temp'])} of temporaries:"
         )
         lines += [f"  {buffer}" for buffer in largest]
-        if sizes["temp"] >= sizes["argument"]:
+        kept = sizes["argument"] + sizes["output"] - sizes["alias"]
+        if sizes["temp"] > topology.hbm / 2:
             help_ += ["a Remat policy that saves less", "a smaller batch a device, or Accumulate"]
-        else:
+        if kept > topology.hbm / 2:
             help_ += ["weights and optimizer state over more devices (Shard)"]
+        if sizes["output"] - sizes["alias"] > topology.hbm / 4:
+            help_ += ["donating the arguments that the outputs replace (donate_argnums)"]
     help_ += ["more devices on the mesh axes that shard these buffers", "devices with more memory"]
     return OutOfDeviceMemory("\n".join([*lines, f"what would help: {'; '.join(help_)}"]), largest)
 
@@ -259,10 +266,11 @@ def _traffic_lines(costs: hlo_costs.Costs) -> list[str]:
 def _flops_line(result: Result, model_flops: float | None) -> str:
     flops = result.costs.flops
     phases = ", ".join(f"{phase} {part / 1e12:.3g}" for phase, part in sorted(result.costs.dot_flops.items()))
-    line = f"dots       {flops / 1e12:.4g} TFLOP ({phases}), {flops / result.topology.peak_flops * 1e3:.3g} ms at peak"
+    milliseconds = flops / result.topology.peak_flops * 1e3
+    line = f"dots       {flops / 1e12:.4g} TFLOP ({phases or 'none'}), {milliseconds:.3g} ms at peak"
     if model_flops and flops:
         ideal = model_flops / result.topology.device_count
-        line += f"; the model needs {ideal / 1e12:.4g}, {ideal / flops:.1%} of it"
+        line += f"; the model needs {ideal / 1e12:.4g} TFLOP, {ideal / flops:.1%} of these"
     return line
 
 

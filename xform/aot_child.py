@@ -1,9 +1,10 @@
-"""The process that compiles: `python -m xform.aot_child DIRECTORY`, started, watched and ended by `xform.aot`.
+"""The process that compiles: `python -m xform.aot_child DIRECTORY`, started and ended by `xform.aot`.
 
-Code generation is nearly all of a compilation's time and tells nothing about memory or traffic, and XLA has no way to stop
-before it: so it compiles in a process of its own, which is ended when what was wanted is on disk. A lowered program reaches
-it as the StableHLO and the compile options that `jax.stages.Lowered.compile` would have handed to the compiler (`pack`), so
-that what is compiled here is what would have been compiled there.
+Code generation is nearly all of a compilation's time and tells nothing about memory or traffic, and XLA has
+no way to stop before it: so it compiles in a process of its own, which is ended when what was wanted is on
+disk. A lowered program reaches it as the StableHLO and the compile options that `jax.stages.Lowered.compile`
+would have handed to the compiler (`pack`), so that what is compiled here is what would have been compiled
+there.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def pack(lowered: jax.stages.Lowered, topology: topologies.Topology, directory: Path) -> None:
-    """Write what the child needs to compile `lowered`, which must have been lowered for the topology's devices."""
+    """Write what the child needs to compile `lowered`, a program lowered for the topology's devices."""
     lowering: Any = lowered._lowering  # type: ignore[attr-defined]
     args = lowering.compile_args
     devices = lowering._device_list
@@ -59,7 +60,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def compile_packed(directory: Path) -> None:
-    """Compile what `pack` wrote to the end; writes the scheduled module's text and its memory figures, or the error."""
+    """Compile what `pack` wrote, to the end; write the scheduled module's text and its memory figures."""
     request = read_json(directory / "request.json")
     by_id = {device.id: device for device in topologies.parse(request["topology"]).devices()}
     devices = [by_id[number] for number in request["devices"]]

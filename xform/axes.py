@@ -89,6 +89,7 @@ class Axes:
         self._shapes: dict[Shape, tuple[Dim, ...]] = {}
         self._dims: dict[Raw, Dim] = {}
         self._by_node: dict[int, Factor] = {}
+        self._nodes: dict[Factor, int] = {}
         self._ids: dict[int, int] = {}
         self.root = self._scope(jaxpr, None, 0, 0)
 
@@ -126,7 +127,7 @@ class Axes:
 
     def whole(self, factor: Factor) -> Factor | None:
         """The axis of which a factor is a part at a place known only when the program runs (dynamic_slice)."""
-        loose = self.factors.loose.get(next(n for n, f in self._by_node.items() if f is factor), None)
+        loose = self.factors.loose.get(self._nodes[factor])
         return None if loose is None else self.dim((loose,))[0]
 
     def split(self, shape: Shape, dimension: int, sizes: Sequence[int]) -> None:
@@ -136,7 +137,7 @@ class Axes:
         self._forget()
 
     def _forget(self) -> None:
-        for table in (self._shapes, self._dims, self._by_node, self._ids):
+        for table in (self._shapes, self._dims, self._by_node, self._nodes, self._ids):
             table.clear()  # type: ignore[attr-defined]
 
     def _factor(self, node: int) -> Factor:
@@ -147,20 +148,10 @@ class Axes:
                 roots = (n for n, up in enumerate(f.parent) if n == up and n not in f.split)
                 self._ids = {n: i for i, n in enumerate(roots)}
             parts = tuple((cut, self.dim(raw)) for cut, raw in sorted(f.parts.get(node, {}).items()))
-            found = Factor(self._ids[node], f.size[node], parts, _sum(f.size[node], parts))
+            found = Factor(self._ids[node], f.size[node], parts, tuple(map(self.dim, f.sum(node))))
             self._by_node[node] = found
+            self._nodes[found] = node
         return found
-
-
-def _sum(total: int, parts: Sequence[tuple[Cut, Dim]]) -> tuple[Dim, ...]:
-    """The fewest parts that lie one after the other and make up the whole; () if none do."""
-    best: dict[int, tuple[Dim, ...]] = {0: ()}
-    for (start, size, stride), dim in parts:
-        if stride == 1 and start in best and size < total:
-            chain = (*best[start], dim)
-            if start + size not in best or len(chain) < len(best[start + size]):
-                best[start + size] = chain
-    return best.get(total, ())
 
 
 def find_axes(jaxpr: Jaxpr) -> Axes:
@@ -170,6 +161,7 @@ def find_axes(jaxpr: Jaxpr) -> Axes:
     for v in (*jaxpr.invars, *jaxpr.constvars):
         axes.root.raw[v] = axes.factors.fresh(getattr(v.aval, "shape", ()))
     walk.equations(axes.root)
+    axes.factors.tie_equal_sums()
     return axes
 
 

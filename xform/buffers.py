@@ -1,7 +1,8 @@
 """Reads XLA's buffer assignment: how much device and host memory a program takes, and what takes it.
 
-The figures are those of `memory_analysis()` of the same program compiled to the end, whose temporary memory is up to 16 KiB
-larger. Memory spaces are the compiler's colours: 0 is device memory, 5 the host's, the others on-chip.
+The figures are those of `memory_analysis()` of the same program compiled to the end, whose temporary memory
+is up to 16 KiB larger. Memory spaces are the compiler's colours: 0 is device memory, 5 the host's, the others
+on-chip.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ DEVICE, HOST = 0, hlo.HOST_SPACE
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-    """One value in memory. `kind` is argument, output or temp; `name` its instruction's, `what` its operation's."""
+    """One value in memory: an argument, output or temp; `name` its instruction's, `what` its operation's."""
 
     nbytes: int
     shape: str
@@ -55,7 +56,7 @@ def memory(text: str) -> dict[str, int]:
 
 
 def largest(text: str, module: hlo.Module | None = None, count: int = 8) -> list[Buffer]:
-    """The largest buffers in device memory, one for each place. `module` gives them the names of their operations."""
+    """The largest buffers in device memory, one a place. `module` gives them their operations' names."""
     instructions = {i.name: i for c in module.computations.values() for i in c} if module else {}
     found: list[Buffer] = []
     for allocation in _allocations(text):

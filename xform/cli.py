@@ -210,11 +210,15 @@ def aot(options: argparse.Namespace) -> None:
         progress=progress,
     )
     notes = [*lowered.program.report.lines(), f"donated arguments: {', '.join(map(str, donated)) or 'none'}"]
-    result = result.with_notes(notes)
     if options.save_hlo:
         with open(options.save_hlo, "w", encoding="utf-8") as file:
             file.write(result.hlo_text)
-    print(json.dumps(result.to_json(), indent=1) if options.json else result.render())
+    if options.json:
+        data = result.to_json()
+        print(json.dumps({**data, "notes": [*notes, *data["notes"]]}, indent=1))
+    else:
+        print(result.render())
+        print("\n".join(notes))
 
 
 def passes(options: argparse.Namespace) -> None:

@@ -219,3 +219,32 @@ class Factors:
         if new:
             self.parts[new[0]] = dict(parts)
         return new
+
+    # Sums
+
+    def sum(self, x: int) -> tuple[Raw, ...]:
+        """The fewest parts of a class that lie one after the other and make up the whole; () if none do."""
+        best: dict[int, tuple[Raw, ...]] = {0: ()}
+        for (start, size, stride), dim in sorted(self.parts.get(x, {}).items()):
+            if stride == 1 and start in best and 0 < size < self.size[x]:
+                chain = (*best[start], dim)
+                if start + size not in best or len(chain) < len(best[start + size]):
+                    best[start + size] = chain
+        return best.get(self.size[x], ())
+
+    def tie_equal_sums(self) -> None:
+        """A join of the same parts in the same order is the same axis: [f(x[:h]), g(x[h:])] has the axis of x.
+
+        A part of size 1 is no evidence of anything, so sums with one are left.
+        """
+        changed = True
+        while changed:
+            changed = False
+            seen: dict[tuple[Raw, ...], int] = {}
+            for x in sorted(self.parts):
+                dims = tuple(map(self.leaves, self.sum(x))) if x in self.parts else ()
+                if dims and all(dims):
+                    other = seen.setdefault(dims, x)
+                    if self.find(other) != self.find(x):
+                        self.tie_dim((other,), (x,))
+                        changed = True

@@ -17,7 +17,6 @@ OPAQUE: dict[str, str] = {
     "pallas_call": "a kernel is left whole",
     "reduce": "combines two scalars",
     "reduce_window": "combines two scalars",
-    "reduce_precision": "has no body",
     "scatter": "combines two scalars",
     "scatter-add": "combines two scalars",
     "scatter_add": "combines two scalars",
@@ -31,6 +30,10 @@ OPAQUE: dict[str, str] = {
 
 RULES: dict[str, str] = {"custom_jvp_call": "jvp_jaxpr_fun", "custom_vjp_call": "fwd_jaxpr_thunk"}
 """Primitives with a differentiation rule that is a program too, made when asked for: the parameter that gives it."""
+
+
+CLOSED: dict[str, str] = {"remat2": "jaxpr"}
+"""Primitives whose body may hold no constants: what a rewrite brings becomes their first operands instead."""
 
 
 def bodies(eqn: JaxprEqn) -> list[Jaxpr]:
@@ -80,6 +83,15 @@ def enter(eqn: JaxprEqn, f: Callable[[Jaxpr, int], Jaxpr]) -> dict[str, Any]:
     if rule is not None:
         new[rule] = lazily(eqn.params[rule], lambda jaxpr: f(jaxpr, -1))
     return {**eqn.params, **new}
+
+
+def hoist(eqn: JaxprEqn, params: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
+    """The parameters with the body's constants as its first inputs, where it may hold none; and those constants."""
+    name = CLOSED.get(eqn.primitive.name)
+    if name is None or not params[name].consts:
+        return params, []
+    body = params[name]
+    return {**params, name: body.with_consts(())}, body.consts
 
 
 def scope(eqn: JaxprEqn) -> contextlib.AbstractContextManager[Any]:

@@ -1,40 +1,34 @@
 """What a compiled, partitioned program does on each device in one call: traffic, arithmetic, kernels, cycles.
 
-Everything is weighted by trip counts: a loop's body stands once in the text. Collectives are found wherever the TPU compiler
-hides them, and each is counted once: plain, as X-start and X-done, in async-start wrappers, in the fusions of an
-asynchronous collective (the start counts; continuation and done repeat the same operation), and as the all-reduce inside an
-`all-reduce-scatter` fusion, which is a reduce-scatter.
+Everything is weighted by trip counts: a loop's body stands once in the text. Collectives are found wherever
+the TPU compiler hides them, and each is counted once: plain, as X-start and X-done, in async-start wrappers,
+in the fusions of an asynchronous collective (the start counts; continuation and done repeat the same
+operation), and as the all-reduce inside an `all-reduce-scatter` fusion, which is a reduce-scatter.
 
-*Wire bytes* are what a device sends under the bandwidth-optimal algorithm: for n devices, (n-1)/n of the gathered output of an
-all-gather and of the input of a reduce-scatter or all-to-all, twice that of an all-reduce, and all of a permute times the
-share of devices that send. What a Pallas kernel sends, and its arithmetic, can't be seen. Of a conditional the dearest
-branch counts.
+*Wire bytes* are what a device sends under the bandwidth-optimal algorithm: for n devices, (n-1)/n of the
+gathered output of an all-gather and of the input of a reduce-scatter or all-to-all, twice that of an
+all-reduce, and all of a permute times the share of devices that send. What a Pallas kernel sends, and its
+arithmetic, can't be seen. Of a conditional the dearest branch counts.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-import numpy as np
-
-from xform import hlo
-
-COLLECTIVES = frozenset(
-    ["all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute"]
-    + ["collective-broadcast"]
-)
+from xform import hlo, hlo_collectives, hlo_trips
+from xform.hlo_collectives import OPCODES, base
 
 KERNEL = "tpu_custom_call"
+_INSTANCE = re.compile(r"(?:\.(?:\d+|clone|remat\d*|x))+$")  # what XLA adds to tell instructions apart
 
 
 @dataclasses.dataclass
 class Traffic:
-    """Collectives of one sort: how many run, the bytes a device sends for them, and how many of them are asynchronous."""
+    """Collectives of one sort: how many run, the bytes a device sends for them, how many are asynchronous."""
 
     count: int = 0
     wire_bytes: float = 0.0
@@ -56,7 +50,7 @@ class Traffic:
 
 @dataclasses.dataclass
 class Kernel:
-    """A Pallas kernel: how often it runs, and the flops that its author's cost estimate claims for all runs together."""
+    """A Pallas kernel: how often it runs, and the flops its author's cost estimate claims for all runs."""
 
     count: int = 0
     claimed_flops: int = 0
@@ -105,10 +99,14 @@ class Costs:
         self.notes += [note for note in other.notes if note not in self.notes]
 
 
-def costs(text: str | hlo.Module, mesh: Mapping[str, int] | None = None) -> Costs:
-    """The costs of a module, given as text or parsed. `mesh`: axis to size, in the order in which partitions are numbered."""
+def costs(text: str | hlo.Module, mesh: Mapping[str, int] | None = None, slices: Sequence[int] = ()) -> Costs:
+    """The costs of a module, given as text or parsed.
+
+    `mesh` maps axes to sizes, in the order in which partitions are numbered; `slices` is the slice of each
+    partition.
+    """
     module = hlo.parse(text) if isinstance(text, str) else text
-    reader = _Reader(module, dict(mesh or {}))
+    reader = _Reader(module, hlo_collectives.Mesh(dict(mesh or {}), tuple(slices)))
     reader.walk(module.entry, 1, lambda number, path: None)
     return reader.costs
 
@@ -116,7 +114,7 @@ def costs(text: str | hlo.Module, mesh: Mapping[str, int] | None = None) -> Cost
 class _Reader:
     """One walk over a module's schedule, summing into `costs`."""
 
-    def __init__(self, module: hlo.Module, mesh: dict[str, int]) -> None:
+    def __init__(self, module: hlo.Module, mesh: hlo_collectives.Mesh) -> None:
         self.module = module
         self.mesh = mesh
         self.costs = Costs()
@@ -125,7 +123,7 @@ class _Reader:
         if text not in self.costs.notes:
             self.costs.notes.append(text)
 
-    def walk(self, computation: hlo.Computation, times: int, bind: hlo.Bind) -> None:
+    def walk(self, computation: hlo.Computation, times: int, bind: hlo_trips.Bind) -> None:
         """A computation that is scheduled instruction by instruction, run `times` times."""
         for instruction in computation:
             opcode = instruction.opcode
@@ -134,19 +132,19 @@ class _Reader:
                 scope = scope_of(instruction.op_name) or f"({_slashed(instruction.op_name)[-1] or 'unnamed'})"
                 self.costs.scopes[scope] = self.costs.scopes.get(scope, 0) + cycles * times
             if opcode == "while":
-                found = hlo.trips(self.module, computation, instruction, bind)
+                found = hlo_trips.trips(self.module, computation, instruction, bind)
                 if found.doubt:
                     self.note(f"loop {instruction.op_name or instruction.name}: {found.doubt}")
                 body = self.module.body(instruction.attribute("body"))
                 if body is not None:
-                    inner = hlo.enter(self.module, computation, instruction, bind)
+                    inner = hlo_trips.enter(self.module, computation, instruction, bind)
                     self.walk(body, times * found.count, inner)
             elif opcode == "conditional":
                 self.branch(computation, instruction, times, bind)
             elif opcode == "call":
                 body = self.module.body(instruction.called)
                 if body is not None:
-                    self.walk(body, times, hlo.enter(self.module, computation, instruction, bind))
+                    self.walk(body, times, hlo_trips.enter(self.module, computation, instruction, bind))
             elif opcode == "fusion":
                 self.fused(self.module.body(instruction.called), times)
             elif opcode == "async-start":
@@ -154,12 +152,14 @@ class _Reader:
             else:
                 self.single(computation, instruction, times)
 
-    def branch(self, computation: hlo.Computation, call: hlo.Instruction, times: int, bind: hlo.Bind) -> None:
+    def branch(
+        self, computation: hlo.Computation, call: hlo.Instruction, times: int, bind: hlo_trips.Bind
+    ) -> None:
         dearest = Costs()
         branches = self.module.branches(call)
         for index, body in enumerate(branches):
             reader = _Reader(self.module, self.mesh)
-            reader.walk(body, times, hlo.enter(self.module, computation, call, bind, first=index + 1))
+            reader.walk(body, times, hlo_trips.enter(self.module, computation, call, bind, first=index + 1))
             if _weight(reader.costs) >= _weight(dearest):
                 dearest = reader.costs
         self.costs.add(dearest)
@@ -167,18 +167,19 @@ class _Reader:
             self.note(f"conditional {call.op_name or call.name}: its dearest branch counts")
 
     def fused(self, body: hlo.Computation | None, times: int, asynchronous: bool = False) -> None:
-        """What runs inside a fusion, or inside an asynchronous wrapper: dots, collectives, copies to and from the host."""
+        """What runs inside a fusion or an asynchronous wrapper: dots, collectives, copies to the host."""
         if body is None:
             return
         targets = {instruction.target for instruction in body if instruction.opcode == "custom-call"}
         for instruction in body:
             if instruction.opcode in ("fusion", "call"):
                 self.fused(self.module.body(instruction.called), times, asynchronous)
-            elif _base(instruction.opcode) in COLLECTIVES:
-                role = _role(body, instruction, targets)
+            elif base(instruction.opcode) in OPCODES:
+                role = hlo_collectives.role(body, instruction, targets)
                 if role != "repeated":
-                    kind = "reduce-scatter" if _is_scattered(body, instruction) else None
-                    self.collective(body, instruction, times, asynchronous or role == "start", kind)
+                    kind = "reduce-scatter" if hlo_collectives.is_scattered(body, instruction) else None
+                    found = hlo_collectives.read(body, instruction, self.module.devices, self.mesh, kind)
+                    self.collective(found, times, asynchronous or role == "start")
             else:
                 self.single(body, instruction, times, asynchronous)
 
@@ -189,15 +190,19 @@ class _Reader:
         times: int,
         asynchronous: bool = False,
     ) -> None:
-        opcode = instruction.opcode
-        if opcode in ("dot", "convolution"):
+        opcode, devices = instruction.opcode, self.module.devices
+        crossing = hlo_collectives.between_slices(computation, instruction, self.mesh)
+        if crossing is not None:
+            self.collective(crossing, times, asynchronous=True)
+        elif opcode in ("dot", "convolution"):
             phase = phase_of(instruction.op_name)
             flops = (_dot_flops if opcode == "dot" else _convolution_flops)(computation, instruction)
             self.costs.dot_flops[phase] = self.costs.dot_flops.get(phase, 0.0) + flops * times
-        elif _base(opcode) in COLLECTIVES and not opcode.endswith("-done"):
-            self.collective(computation, instruction, times, opcode.endswith("-start"))
+        elif base(opcode) in OPCODES and not opcode.endswith("-done"):
+            found = hlo_collectives.read(computation, instruction, devices, self.mesh)
+            self.collective(found, times, asynchronous or opcode.endswith("-start"))
         elif opcode == "custom-call" and instruction.target == KERNEL:
-            kernel = self.costs.kernels.setdefault(re.sub(r"\.\d+$", "", instruction.name), Kernel())
+            kernel = self.costs.kernels.setdefault(_INSTANCE.sub("", instruction.name), Kernel())
             claimed = re.search(r'"cost_estimate":\{[^}]*"flops":"?(\d+)', instruction.rest)
             kernel.count += times
             kernel.claimed_flops += times * (int(claimed[1]) if claimed else 0)
@@ -206,37 +211,13 @@ class _Reader:
             asynchronous = asynchronous or opcode.endswith("-start")
             self.costs.host.setdefault(way, Traffic()).add(times, nbytes, asynchronous)
 
-    def collective(
-        self,
-        computation: hlo.Computation,
-        instruction: hlo.Instruction,
-        times: int,
-        asynchronous: bool,
-        kind: str | None = None,
-    ) -> None:
-        base = _base(instruction.opcode)
-        kind = kind or base
-        payload = _payload(computation, instruction)
-        if base == "collective-permute":
-            pairs = _pairs(instruction)
-            moving = [pair for pair in pairs if pair[0] != pair[1]]
-            wire = payload * len(moving) / self.module.devices
-            axes = _axes(self.mesh, moving)
-        else:
-            found = groups(instruction, self.module.devices)
-            n = max((len(group) for group in found), default=1)
-            factor = {"all-gather": n - 1, "all-reduce": 2 * (n - 1) / n}.get(kind, (n - 1) / n)
-            wire = payload * factor
-            axes = _axes(self.mesh, found)
-        if base == "ragged-all-to-all":
+    def collective(self, found: hlo_collectives.Collective, times: int, asynchronous: bool) -> None:
+        if found.kind == "ragged-all-to-all":
             self.note("ragged all-to-all: bytes are those of the whole buffer, an upper bound")
-        self.costs.collectives.setdefault(kind, Traffic()).add(times, wire, asynchronous)
-        if self.mesh:
-            self.costs.axes.setdefault(axes, {}).setdefault(kind, Traffic()).add(times, wire, asynchronous)
-
-
-def _base(opcode: str) -> str:
-    return opcode.removesuffix("-start").removesuffix("-done")
+        self.costs.collectives.setdefault(found.kind, Traffic()).add(times, found.wire_bytes, asynchronous)
+        if self.mesh.axes:
+            kinds = self.costs.axes.setdefault(self.mesh.spanned(found.groups), {})
+            kinds.setdefault(found.kind, Traffic()).add(times, found.wire_bytes, asynchronous)
 
 
 def _weight(part: Costs) -> tuple[float, float, int]:
@@ -245,137 +226,35 @@ def _weight(part: Costs) -> tuple[float, float, int]:
     return part.flops + part.wire_bytes + kernels, part.cycles, kernels
 
 
-# Collectives inside fusions
-
-
-def _role(body: hlo.Computation, instruction: hlo.Instruction, targets: set[str]) -> str:
-    """Which part of an asynchronous collective fusion a collective stands for: start, repeated, or plain."""
-    flags = re.search(r'"async_collective_fusion_config":\{([^}]*)\}', instruction.rest)
-    if flags:
-        start = re.search(r'"flag_start":"?(-?\d+)', flags[1])
-        return "start" if start and start[1] == "-1" else "repeated"
-    if "AsyncCollectiveDone" in targets:
-        return "repeated"
-    if "AsyncCollectiveStart" in targets:
-        return "start"
-    continued = body.name.startswith("async_collective_fusion") or "chain_id=" in instruction.rest
-    return "repeated" if continued else "plain"
-
-
-def _is_scattered(body: hlo.Computation, instruction: hlo.Instruction) -> bool:
-    """Whether an all-reduce in a fusion is a reduce-scatter: of its sum, only a slice is ever used."""
-    if instruction.opcode != "all-reduce":
-        return False
-    if "all-reduce-scatter" in body.name:
-        return True
-    users = [other for other in body if instruction.name in {ref.split("#")[0] for ref in other.operands}]
-    while len(users) == 1 and users[0].opcode in ("bitcast", "reshape", "copy", "convert"):
-        last = users[0].name
-        users = [other for other in body if last in other.operands]
-    return bool(users) and all(user.opcode == "dynamic-slice" for user in users)
-
-
-def _payload(computation: hlo.Computation, instruction: hlo.Instruction) -> int:
-    """Bytes of the operands that are sent; of an in-place permute, only of its slices."""
-    sizes = [sum(a.nbytes for a in hlo.arrays(computation.type_of(ref))) for ref in instruction.operands]
-    base = _base(instruction.opcode)
-    in_place = base == "collective-permute" and len(sizes) >= 4
-    return sizes[0] if sizes and (in_place or base == "ragged-all-to-all") else sum(sizes)
-
-
-def groups(instruction: hlo.Instruction, devices: int) -> list[list[int]]:
-    """The groups of partitions that a collective runs in, from any of the spellings of replica_groups."""
-    text = re.search(r"replica_groups=(.*)", instruction.rest)
-    everyone = [list(range(devices))]
-    if text is None:
-        return everyone
-    named = re.match(r"mesh\[([^\]]*)\][^{]*\{([^}]*)\}", text[1])
-    if named:
-        sizes = [(axis, int(size)) for axis, size in re.findall(r"'([^']+)'=(\d+)", named[1])]
-        chosen = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", named[2])
-        return _mesh_groups(sizes, chosen)
-    iota = re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text[1])
-    if iota:
-        shape, dims = (tuple(int(n) for n in part.split(",")) for part in (iota[1], iota[2]))
-        numbers = np.arange(math.prod(dims)).reshape(dims)
-        if iota[3]:
-            numbers = numbers.transpose([int(n) for n in iota[3].split(",")])
-        return numbers.reshape(shape).tolist()
-    listed = re.match(r"\{((?:\{[\d,]*\},?)*)\}", text[1])
-    found = (
-        [[int(n) for n in part.split(",") if n] for part in re.findall(r"\{([\d,]*)\}", listed[1])]
-        if listed
-        else []
-    )
-    return [group for group in found if group] or everyone
-
-
-def _mesh_groups(sizes: list[tuple[str, int]], chosen: list[tuple[str, str, str]]) -> list[list[int]]:
-    """The groups along some axes of a mesh; ('a', '2', '4') is the part of axis a of size 4 after a major part of 2."""
-    dims: list[int] = []
-    along: list[int] = []
-    for axis, size in sizes:
-        cuts = {1, size}
-        parts = [(int(before or 1), int(part or size)) for name, before, part in chosen if name == axis]
-        for before, part in parts:
-            cuts |= {before, before * part}
-        edges = sorted(cuts)
-        for low, high in itertools.pairwise(edges):
-            if any(before <= low and high <= before * part for before, part in parts):
-                along.append(len(dims))
-            dims.append(high // low)
-    rest = [index for index in range(len(dims)) if index not in along]
-    numbers = np.arange(math.prod(dims)).reshape(dims).transpose(rest + along)
-    return numbers.reshape(-1, math.prod(dims[index] for index in along)).tolist()
-
-
-def _pairs(instruction: hlo.Instruction) -> list[list[int]]:
-    text = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", instruction.rest)
-    return [[int(a), int(b)] for a, b in re.findall(r"\{(\d+),(\d+)\}", text[1])] if text else []
-
-
-def _axes(mesh: dict[str, int], found: list[list[int]]) -> str:
-    """The mesh axes along which the members of any group differ."""
-    if math.prod(mesh.values()) != (1 + max((max(group) for group in found if group), default=0)) and found:
-        largest = max(max(group) for group in found if group)
-        if largest >= math.prod(mesh.values()):
-            return "(another mesh)"
-    differing: set[int] = set()
-    for group in found:
-        places = (
-            np.array(np.unravel_index(np.array(group), tuple(mesh.values()))) if mesh else np.zeros((0, 1))
-        )
-        differing |= set(np.nonzero((places != places[:, :1]).any(axis=1))[0].tolist())
-    return "+".join(axis for index, axis in enumerate(mesh) if index in differing) or "(none)"
-
-
 # Copies between device and host
 
 
 def _host_bytes(computation: hlo.Computation, instruction: hlo.Instruction) -> tuple[str, int] | None:
     """The way and the bytes of a copy that crosses between device and host memory."""
-    base = _base(instruction.opcode)
-    if base in ("send", "recv", "infeed", "outfeed") and not instruction.opcode.endswith("-done"):
-        if base in ("send", "recv") and instruction.attribute("is_host_transfer") != "true":
+    kind = base(instruction.opcode)
+    if kind in ("send", "recv", "infeed", "outfeed") and not instruction.opcode.endswith("-done"):
+        if "xla_megascale" in instruction.rest:  # between slices: the send is the collective
+            return None
+        if kind in ("send", "recv") and instruction.attribute("is_host_transfer") != "true":
             return None
         source = (
-            instruction.type if base in ("recv", "infeed") else computation.type_of(instruction.operands[0])
+            instruction.type if kind in ("recv", "infeed") else computation.type_of(instruction.operands[0])
         )
-        return ("from_host" if base in ("recv", "infeed") else "to_host"), sum(
+        return ("from_host" if kind in ("recv", "infeed") else "to_host"), sum(
             a.nbytes for a in hlo.arrays(source)
         )
     copies = ("copy", "slice", "dynamic-slice", "dynamic-update-slice")
-    if base not in copies or instruction.opcode.endswith("-done"):
+    if kind not in copies or instruction.opcode.endswith("-done"):
         return None
-    moved = hlo.arrays(computation.type_of(instruction.operands[1 if base == "dynamic-update-slice" else 0]))[
+    moved = hlo.arrays(computation.type_of(instruction.operands[1 if kind == "dynamic-update-slice" else 0]))[
         :1
     ]
     result = hlo.arrays(instruction.type)
-    if instruction.opcode.endswith("-start") and base != "copy":  # ((operands), result, context)
+    if instruction.opcode.endswith("-start") and kind != "copy":  # ((operands), result, context)
         result = hlo.arrays(hlo.element(instruction.type, (1,)))
     if not moved or not result or (moved[0].space == hlo.HOST_SPACE) == (result[0].space == hlo.HOST_SPACE):
         return None
-    if base == "dynamic-update-slice":
+    if kind == "dynamic-update-slice":
         return "to_host", moved[0].nbytes
     return ("to_host" if result[0].space == hlo.HOST_SPACE else "from_host"), result[0].nbytes
 
@@ -391,7 +270,7 @@ def _dot_flops(computation: hlo.Computation, instruction: hlo.Instruction) -> fl
 
 
 def _convolution_flops(computation: hlo.Computation, instruction: hlo.Instruction) -> float:
-    """As XLA's HloCostAnalysis counts: only multiplications by elements that exist, not by padding or dilation."""
+    """As XLA's HloCostAnalysis counts: only multiplications by elements that exist, not by padding."""
     left, right = (hlo.arrays(computation.type_of(ref))[0].dims for ref in instruction.operands[:2])
     out = hlo.arrays(instruction.type)[0].dims
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", instruction.rest)
@@ -430,8 +309,9 @@ def _valid_positions(
 ) -> int:
     """How many (output, kernel) positions of one dimension meet an element of the input.
 
-    Position k of the kernel under output o meets o * stride + k * kernel_dilate - pad of the input spread out by `dilate`.
-    For each k, the o that do are those of one residue in a range: no loop over both (batch dimensions become windows).
+    Position k of the kernel under output o meets o * stride + k * kernel_dilate - pad of the input spread out
+    by `dilate`. For each k, the o that do are those of one residue in a range: no loop over both (batch
+    dimensions become windows).
     """
     common = math.gcd(stride, dilate)
     period = dilate // common
@@ -470,14 +350,14 @@ _STRUCTURE = frozenset(
 
 
 def phase_of(op_name: str) -> str:
-    """remat, backward or forward (and all that is not differentiated), from the transformations in an operation's name."""
+    """remat, backward or forward (and all that is not differentiated), told from an operation's name."""
     if "rematted_computation" in op_name:
         return "remat"
     return "backward" if "transpose(" in op_name else "forward"
 
 
 def scope_of(op_name: str) -> str:
-    """The model's own part of an operation's name: `jit(step)/jvp(decoder)/while/body/mlp/dot_general` -> `decoder/mlp`."""
+    """The model's own part: `jit(step)/jvp(decoder)/while/body/mlp/dot_general` -> `decoder/mlp`."""
     scopes = []
     for part in _slashed(op_name)[:-1]:  # the last is the primitive
         while match := _WRAPPERS.match(part):

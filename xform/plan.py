@@ -67,6 +67,8 @@ class Plan:
     axes: Mapping[str, Any] = _EMPTY
 
     def __post_init__(self) -> None:
+        if not isinstance(self.passes, list | tuple):
+            raise PlanError(f"passes: expected a list of passes, got {self.passes!r}")
         passes = [_fitted(each) for each in self.passes]
         kinds = list(dict.fromkeys(type(each) for each in passes))
         object.__setattr__(self, "mesh", _sizes(self.mesh, "[mesh]"))

@@ -7,17 +7,14 @@ be found. A class is imported when a plan asks for it, never before.
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import difflib
 import importlib
 import inspect
-import itertools
 import re
 import sys
-import textwrap
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from typing import Any
 
@@ -34,12 +31,21 @@ RESERVED = ("axes", "mesh")  # the tables of a plan file that are no passes
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """One option of a pass: name, type as written, default (`MISSING` where it must be given), sentence."""
+    """One option of a pass: name, type as written, default (`MISSING` if it must be given), description."""
 
     name: str
     type: str
     default: Any
     doc: str
+
+    def __str__(self) -> str:
+        default = "" if self.default is dataclasses.MISSING else f" = {self.default!r}"
+        return f"{self.name}: {self.type}{default}" + (f"\n        {self.doc}" if self.doc else "")
+
+    def to_json(self) -> dict[str, Any]:
+        """As the values of JSON; an option that must be given has no "default"."""
+        default = {} if self.default is dataclasses.MISSING else {"default": _plain(self.default)}
+        return {"name": self.name, "type": self.type, **default, "doc": self.doc}
 
 
 def unknown(what: str, name: str, allowed: Iterable[str], where: str = "") -> PlanError:
@@ -97,16 +103,15 @@ def name_of(cls: type[Any]) -> str:
 def options(cls: type[Any]) -> list[Option]:
     """The options of a pass, in order: the fields of its dataclass.
 
-    An option's sentence is `metadata={"doc": ...}` of its field, or the string that follows the field in the
-    class body.
+    An option's description is in the docstring of the class: a line `name: what it does`, and what is
+    indented further below it.
     """
     docs = _field_docs(cls)
-    result = []
-    for field in dataclasses.fields(cls):
-        if field.init:
-            doc = str(field.metadata.get("doc") or docs.get(field.name, ""))
-            result.append(Option(field.name, type_text(field.type), default_of(field), " ".join(doc.split())))
-    return result
+    return [
+        Option(field.name, type_text(field.type), default_of(field), docs.get(field.name, ""))
+        for field in dataclasses.fields(cls)
+        if field.init
+    ]
 
 
 def default_of(field: dataclasses.Field[Any]) -> Any:
@@ -166,19 +171,23 @@ def _is(cls: type[Any], target: str) -> bool:
 
 
 def _field_docs(cls: type[Any]) -> dict[str, str]:
-    """The string that follows each annotated name in a class body, inherited ones included."""
     docs: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        if not dataclasses.is_dataclass(base):
-            continue
-        try:
-            body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
-        except (OSError, TypeError, SyntaxError):  # no source at hand, as in a notebook
-            continue
-        statements = body.body if isinstance(body, ast.ClassDef) else []
-        for statement, after in itertools.pairwise(statements):
-            if not (isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)):
-                continue
-            if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-                docs[statement.target.id] = str(after.value.value)
+    names, name = {field.name for field in dataclasses.fields(cls)}, ""
+    for line in inspect.cleandoc(cls.__doc__ or "").splitlines():
+        start = re.match(r"(\w+): (.*)", line)
+        if start and start[1] in names:
+            name = start[1]
+            docs[name] = start[2].strip()
+        elif name and line.startswith("    "):
+            docs[name] += f" {line.strip()}"
+        else:
+            name = ""
     return docs
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, str | bool | int | float) else repr(value)

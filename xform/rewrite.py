@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from xform.errors import Decline, RewriteError
-from xform.higher_order import bodies, enter
+from xform.higher_order import RULES, bodies, enter, hoist
 from xform.report import Report
 from xform.trace import (
     Atom,
@@ -23,9 +23,12 @@ from xform.trace import (
     Literal,
     Value,
     Var,
+    bind,
     body_effects,
+    equation_type,
     name_stack,
     rename_effects,
+    same_constant,
     same_weak_type,
     source_line,
     typeof,
@@ -93,10 +96,7 @@ class Site:
 
     def bind(self, *args: Value, **params: Any) -> list[Value]:
         """The equation's own primitive applied to `args` (default: its own), with `params` changed."""
-        eqn = self.eqn
-        bound = eqn.primitive.get_bind_params({**eqn.params, **params})
-        outs = eqn.primitive.bind(*(args or self.args), **bound)
-        return list(outs) if eqn.primitive.multiple_results else [outs]
+        return bind(self.eqn, args or self.args, {**self.eqn.params, **params})
 
 
 Rule = Callable[[Site], Sequence[Value] | None]
@@ -114,6 +114,7 @@ def rewrite(jaxpr: Jaxpr, rule: Rule, report: Report | None = None, name: str = 
 class _Walk:
     def __init__(self, rule: Rule, report: Report | None, name: str) -> None:
         self.rule, self.report, self.name = rule, report, name
+        self.shared: dict[int, tuple[Jaxpr, list[Jaxpr]]] = {}
 
     def body(self, jaxpr: Jaxpr, path: Path, names: str) -> Jaxpr:
         new = _Body(jaxpr)
@@ -121,7 +122,18 @@ class _Walk:
             site = Site(eqn, index, path, jaxpr, new.renamed(eqn.invars), new.builder, names)
             if not self.replaced(site, new):
                 new.carry(eqn, self.inside(site))
-        return new.finish()
+        return self.once(jaxpr, new.finish())
+
+    def once(self, old: Jaxpr, new: Jaxpr) -> Jaxpr:
+        """The form that `old` was given before, when `new` is no different: what was one function stays one."""
+        if new is old:
+            return old
+        _, forms = self.shared.setdefault(id(old), (old, []))
+        for form in forms:
+            if alike(form, new):
+                return form
+        forms.append(new)
+        return new
 
     def inside(self, site: Site) -> dict[str, Any]:
         if not bodies(site.eqn):
@@ -170,6 +182,42 @@ def conform(eqn: JaxprEqn, outs: Sequence[Value], name: str) -> list[Value]:
     return result
 
 
+def alike(a: Jaxpr, b: Jaxpr) -> bool:
+    """Whether two programs differ in nothing but the names of their variables. May answer no where it cannot tell."""
+    if a is b:
+        return True
+    inputs = list(zip(b.all_invars, a.all_invars, strict=False))
+    if len(a.all_invars) != len(b.all_invars) or any(v.aval != w.aval for v, w in inputs):
+        return False
+    if len(a.eqns) != len(b.eqns) or len(a.consts) != len(b.consts):
+        return False
+    names: dict[Var, Var] = dict(inputs)
+
+    def same(x: Atom, y: Atom) -> bool:
+        if isinstance(x, Literal) or isinstance(y, Literal):
+            return type(x) is type(y) and x.aval == y.aval and same_constant(x.val, y.val)
+        return names.get(y, y) is x
+
+    for x, y in zip(a.eqns, b.eqns, strict=True):
+        if x.primitive is not y.primitive or len(x.invars) != len(y.invars) or x.ctx is not y.ctx:
+            return False
+        if x.source_info.name_stack != y.source_info.name_stack:
+            return False
+        if not all(map(same, x.invars, y.invars)):
+            return False
+        # A rule of a custom_jvp or custom_vjp that was carried over is one and the same, changed when it is asked for.
+        carried = all(v is w for v, w in zip(x.outvars, y.outvars, strict=True))
+        rule = RULES.get(x.primitive.name) if carried else None
+        if not all(k == rule or _same_param(v, y.params[k]) for k, v in x.params.items()):
+            return False
+        names.update(zip(y.outvars, x.outvars, strict=True))
+    return all(map(same_constant, a.consts, b.consts)) and all(map(same, a.outvars, b.outvars))
+
+
+def _same_param(a: Any, b: Any) -> bool:
+    return alike(a, b) if isinstance(a, Jaxpr) and isinstance(b, Jaxpr) else bool(a == b)
+
+
 class _Body:
     """A jaxpr on its way to its new form: equations so far, and what each old variable is called now."""
 
@@ -205,8 +253,11 @@ class _Body:
     def carry(self, eqn: JaxprEqn, params: dict[str, Any]) -> None:
         invars = list(self.renamed(eqn.invars))
         if params is not eqn.params:
-            effs = _effects_of(eqn, params)
-            eqn = eqn.replace(params=params, effects=effs)
+            params, consts = hoist(eqn, params)
+            old = eqn
+            eqn = eqn.replace(params=params, invars=[*map(self.builder().atom, consts), *eqn.invars])
+            eqn = eqn.replace(effects=_effects_of(old, eqn))
+            invars = eqn.invars[: len(consts)] + invars
             self.changed = True
         if self.env and any(a is not b for a, b in zip(invars, eqn.invars, strict=True)):
             effs = rename_effects(eqn.effects, lambda v: self._var(v))
@@ -239,12 +290,12 @@ class _Body:
         return new.replace(effects=body_effects(new))
 
 
-def _effects_of(eqn: JaxprEqn, params: dict[str, Any]) -> Any:
-    """The effects of an equation whose bodies changed: what the new bodies add that no old body had is added."""
-    before = {e for b in bodies(eqn) for e in b.effects}
-    after = {e for b in bodies(eqn.replace(params=params)) for e in b.effects}
-    added = {e for e in after if e not in before and not hasattr(e, "input")}
-    return eqn.effects if not added else {*eqn.effects, *added}
+def _effects_of(old: JaxprEqn, new: JaxprEqn) -> Any:
+    """The effects of an equation that has been given other bodies."""
+    same = len(old.invars) == len(new.invars) and all(
+        a.effects == b.effects for a, b in zip(bodies(old), bodies(new), strict=True)
+    )
+    return old.effects if same else equation_type(new)[1]
 
 
 # ---------------------------------------------------------------- replacing a run of equations

@@ -1,20 +1,24 @@
 """From the name of a TPU slice to the real machine, and from a machine to a mesh laid along its torus.
 
-One table, `KINDS`, says what a chip of each generation is, and two rules say how a slice of it is wired. A name is a count
-(`v5e-16`, `v5p-128`), a shape (`v5p:4x4x4`) or several slices of either (`2xv5e-256`). The count is what the cloud's
-accelerator types count: chips for v5e and v6e, TensorCores, two a chip, for v4, v5p and tpu7x.
+One table, `KINDS`, says what a chip of each generation is, and two rules say how a slice of it is wired. A
+name is a count (`v5e-16`, `v5p-128`), a shape (`v5p:4x4x4`) or several slices of either (`2xv5e-256`). The
+count is what the cloud's accelerator types count: chips for v5e and v6e, TensorCores, two a chip, for v4, v5p
+and tpu7x.
 
 Sources:
 - Chips (memory, peak, pod size), accelerator types, slice shapes: the pages v4, v5e, v5p, v6e and tpu7x of
-  https://cloud.google.com/tpu/docs. Clocks: the peak over what the matrix units do in a cycle (v4, v5p 8 of 128x128 a chip,
-  v5e 4 of them, v6e and tpu7x counted in the same unit).
-- Wrap-around links, cubes: "All 4x4x4 and larger slices (one cube) have full 3D torus", https://cloud.google.com/tpu/docs/v5p;
-  v4 and tpu7x are built of the same cubes. Lines of 16 of v5e and v6e close into rings, shorter ones don't (v5e-256 is a
-  torus, v5e-128 wraps in one dimension), as MaxText's table has it, and all the rest of what libtpu is asked for:
-  https://github.com/AI-Hypercomputer/maxtext, src/maxtext/utils/accelerator_to_spec_map.py.
-A slice is taken untwisted; twisted tori (k x k x 2k, k x 2k x 2k) are another order that the cloud must be asked for.
+  https://cloud.google.com/tpu/docs. Clocks: the peak over what the matrix units do in a cycle (v4, v5p 8 of
+  128x128 a chip, v5e 4 of them, v6e and tpu7x counted in the same unit).
+- Wrap-around links, cubes: "All 4x4x4 and larger slices (one cube) have full 3D torus",
+  https://cloud.google.com/tpu/docs/v5p; v4 and tpu7x are built of the same cubes. Lines of 16 of v5e and v6e
+  close into rings, shorter ones don't (v5e-256 is a torus, v5e-128 wraps in one dimension), as MaxText's
+  table has it, and all the rest of what libtpu is asked for: https://github.com/AI-Hypercomputer/maxtext,
+  src/maxtext/utils/accelerator_to_spec_map.py.
+A slice is taken untwisted; twisted tori (k x k x 2k, k x 2k x 2k) are another order that the cloud must be
+asked for.
 
-Without its wrap-around links a slice is another machine: on v5p 4x4x4 the compiler then turns all-gathers into all-reduces.
+Without its wrap-around links a slice is another machine: on v5p 4x4x4 the compiler then turns all-gathers
+into all-reduces.
 """
 
 from __future__ import annotations
@@ -40,7 +44,7 @@ GIB = 1 << 30
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A generation of TPU. `hbm` (bytes), `peak_flops` (bfloat16, a second) and `clock` (Hz) are those of one JAX device."""
+    """A generation of TPU. `hbm` (bytes), `peak_flops` (bfloat16) and `clock` (Hz) are of one JAX device."""
 
     name: str
     aliases: tuple[str, ...]
@@ -121,7 +125,7 @@ class Topology:
         return f"{slices}{self.kind.name}:{_shape_text(self.shape)}"
 
     def devices(self) -> list[Any]:
-        """Abstract devices of the machine, which programs can be lowered and compiled for. Needs libtpu, no TPU."""
+        """Abstract devices, which programs can be lowered and compiled for. Needs libtpu, no TPU."""
         prepare_environment()
         description = topologies.get_topology_desc(
             platform="tpu",
@@ -141,7 +145,7 @@ class Topology:
 
 
 def parse(name: str) -> Topology:
-    """The machine of that name: `v5e-16`, `v5p-128`, `v5p:4x4x4`, `2xv5e-256`. PlanError names what is nearest."""
+    """The machine called `v5e-16`, `v5p-128`, `v5p:4x4x4`, `2xv5e-256`. PlanError names what is nearest."""
     text = name.strip().lower().replace("_", "-")
     found = re.fullmatch(r"(?:(\d+)x)?([a-z][a-z0-9]*)(?:-(\d+)|[:=](\d+(?:x\d+)*))", text)
     if found is None:
@@ -160,9 +164,8 @@ def parse(name: str) -> Topology:
         if kind.dims == 3 and len(shape) == 2:
             shape = (*shape, 1)
         if not _is_real(kind, shape):
-            raise PlanError(
-                f"topology {name!r}: {kind.name} has no slice of that shape; {_nearest(kind, math.prod(shape))}"
-            )
+            near = _nearest(kind, math.prod(shape))
+            raise PlanError(f"topology {name!r}: {kind.name} has no slice of that shape; {near}")
     return Topology(kind, shape, int(slices or 1))
 
 
@@ -174,7 +177,7 @@ def _kind(name: str, word: str) -> Kind:
     near = difflib.get_close_matches(word, words, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
     raise PlanError(
-        f"topology {name!r}: no TPU is called {word!r}; {hint}There are {', '.join(k.name for k in KINDS)}"
+        f"topology {name!r}: no TPU is called {word!r}; {hint}there are {', '.join(k.name for k in KINDS)}"
     )
 
 
@@ -190,14 +193,13 @@ def _shape_of(name: str, kind: Kind, count: int) -> tuple[int, ...]:
     shape = None if rest else _shape_with(kind, chips)
     if shape is None:
         unit = "TensorCores, two a chip" if kind.counted == 2 else "chips"
-        raise PlanError(
-            f"topology {name!r}: there is no {kind.name} slice of {count} {unit}; {_nearest(kind, count / kind.counted)}"
-        )
+        near = _nearest(kind, count / kind.counted)
+        raise PlanError(f"topology {name!r}: there is no {kind.name} slice of {count} {unit}; {near}")
     return shape
 
 
 def _shape_with(kind: Kind, chips: int) -> tuple[int, ...] | None:
-    """The slice with that many chips: a small one from the table, else the cuboid of cubes that is nearest to a cube."""
+    """The slice with that many chips: a small one, else the cuboid of cubes that is nearest to a cube."""
     for shape in kind.small:
         if math.prod(shape) == chips:
             return shape
@@ -231,9 +233,11 @@ def _shape_text(shape: Sequence[int]) -> str:
     return "x".join(str(size) for size in shape)
 
 
-# What libtpu must find in the environment when it is loaded, to compile and do nothing else: no query of a metadata server,
-# no lock on the machine's only TPU, no search for hosts, and no log lines, in files or on stderr, unless they are fatal.
+# What libtpu must find in the environment when it is loaded, to compile and do nothing else: no query of a
+# metadata server, no lock on the machine's only TPU, no search for hosts, and no log lines, in files or on
+# stderr, unless they are fatal.
 ENVIRONMENT = {
+    "JAX_PLATFORMS": "cpu",
     "TPU_SKIP_MDS_QUERY": "1",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
@@ -246,7 +250,7 @@ ENVIRONMENT = {
 
 
 def prepare_environment() -> None:
-    """Set what libtpu reads when it loads, so that a user sets nothing and sees no noise. What is set stays as it is.
+    """Set what libtpu reads when it loads, so that a user sets nothing and sees no noise; what is set stays.
 
     Without libtpu: PlanError with the command that installs it.
     """
@@ -254,31 +258,35 @@ def prepare_environment() -> None:
         os.environ.get("TPU_LIBRARY_PATH", "")
     ):
         raise PlanError("compiling for a TPU needs libtpu, which is not installed: pip install 'xform[aot]'")
+    if "tpu" in (jax.config.jax_platforms or ""):
+        return  # a TPU is attached, on which programs may run later: libtpu must find it as it is
     for key, value in ENVIRONMENT.items():
         os.environ.setdefault(key, value)
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    if not jax.config.jax_platforms:  # jax was imported before, and would look for a TPU to run on
+    if not jax.config.jax_platforms:  # jax would look for a TPU to run on, and say that there is none
         jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
 
 
 def make_mesh(
     devices: Topology | Sequence[Any], ici: Mapping[str, int], dcn: Mapping[str, int] | None = None
 ) -> jax.sharding.Mesh:
-    """A mesh over the devices, its axes laid along the torus, those over the data-centre network (`dcn`) outermost.
+    """A mesh over the devices, its axes laid along the torus, those between slices (`dcn`) outermost.
 
-    `ici` and `dcn` map axes to sizes; one size in each may be -1, for what is left. An axis in both has the product of its
-    sizes, slices outermost. The last axis is the busiest and gets the best links (`jax.experimental.mesh_utils`). Devices
-    that know no slices (CPU) are cut into equal slices in their order, by process where that fits. PlanError when the sizes
-    don't make the number of devices, saying which would.
+    `ici` and `dcn` map axes to sizes; one size in each may be -1, for what is left. An axis in both has the
+    product of its sizes, slices outermost. The last axis is the busiest and gets the best links
+    (`jax.experimental.mesh_utils`). Devices that know no slices (CPU) are cut into equal slices in their
+    order, by process where that fits. PlanError when the sizes don't make the number of devices, saying which
+    would.
     """
     listed = devices.devices() if isinstance(devices, Topology) else list(devices)
     outer = dict(dcn or {})
-    slices = len({getattr(device, "slice_index", None) or 0 for device in listed})
+    on_tpu = listed[0].platform == "tpu"
+    slices = len({getattr(device, "slice_index", None) or 0 for device in listed}) if on_tpu else 1
     if slices == 1:  # devices that know no slices, or a single slice: as many as asked for
         slices = math.prod(outer.values()) if -1 not in outer.values() else 1
-        if slices > 1 and listed[0].platform == "tpu":
+        if slices > 1 and on_tpu:
             raise PlanError(
-                f"mesh: dcn {_mesh_text(outer)} needs {slices} slices, and the devices are one; e.g. {slices}xv5e-256"
+                f"mesh: dcn {_mesh_text(outer)} needs {slices} slices, and the topology is one; "
+                f"several are written {slices}xv5e-16"
             )
     if slices > 1 and not outer:
         raise PlanError(
@@ -294,17 +302,16 @@ def make_mesh(
 
 
 def _laid_out(devices: Sequence[Any], inner: list[int], outer: list[int], slices: int) -> np.ndarray:
+    if len(devices) == 1:
+        return np.array(devices, object).reshape([1] * len(inner))
     if slices == 1:
         return mesh_utils.create_device_mesh(inner, devices, allow_split_physical_axes=True)
-    for attribute in ("slice_index", "process_index"):
-        if len({getattr(device, attribute, None) for device in devices}) == slices:
-            return mesh_utils.create_hybrid_device_mesh(
-                inner,
-                outer,
-                devices,
-                process_is_granule=attribute == "process_index",
-                allow_split_physical_axes=True,
-            )
+    by_process = devices[0].platform != "tpu"
+    attribute = "process_index" if by_process else "slice_index"
+    if len({getattr(device, attribute, None) for device in devices}) == slices:
+        return mesh_utils.create_hybrid_device_mesh(
+            inner, outer, devices, process_is_granule=by_process, allow_split_physical_axes=True
+        )
     size = len(devices) // slices
     parts = [mesh_utils.create_device_mesh(inner, devices[i * size : (i + 1) * size]) for i in range(slices)]
     blocks = np.empty(outer, object)

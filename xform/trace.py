@@ -14,7 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-from jax._src import ad_checkpoint, api_util, config, core, effects, source_info_util
+import numpy as np
+from jax._src import ad_checkpoint, api_util, config, core, dtypes, effects, source_info_util
 from jax._src import linear_util as lu
 from jax._src import tree_util as tree_util
 from jax._src.core import DropVar, Jaxpr, JaxprEqn, Literal, ShapedArray, Tracer, Var
@@ -38,18 +39,20 @@ __all__ = [
     "ad_checkpoint",
     "at_equation",
     "batching",
+    "bind",
     "body_effects",
     "boundary",
     "check_jaxpr",
+    "equation_type",
     "eval_jaxpr",
     "hlo",
     "in_shard_map",
     "inline",
-    "is_jax_value",
     "lazily",
     "name_stack",
     "rename_effects",
     "plain_aval",
+    "same_constant",
     "same_weak_type",
     "source_frame",
     "source_line",
@@ -77,15 +80,6 @@ def plain_aval(aval: Any) -> Any:
     if sharding is None or sharding.mesh.empty or not sharding.mesh.are_all_axes_auto:
         return aval
     return ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type)
-
-
-def is_jax_value(x: Any) -> bool:
-    """Whether x can be an input or output of a jaxpr."""
-    try:
-        core.typeof(x)
-    except TypeError:
-        return False
-    return True
 
 
 # ---------------------------------------------------------------- functions to jaxprs, and back
@@ -124,11 +118,12 @@ def inline(jaxpr: Jaxpr, *args: Value) -> list[Value]:
     here = source_info_util.current()
     env: dict[Var, Any] = {}
     for var, value in zip(jaxpr.all_invars, [*jaxpr.consts, *args], strict=True):
-        env[var] = trace.to_jaxpr_tracer(value, source_info=here)
+        env[var] = trace.to_jaxpr_tracer(dtypes.canonicalize_value(value), source_info=here)
 
     def read(atom: Atom) -> Any:
-        return trace.to_jaxpr_tracer(atom.val, here) if isinstance(atom, Literal) else env[atom]
+        return _literal(trace, atom) if isinstance(atom, Literal) else env[atom]
 
+    trace.frame.is_high |= jaxpr.is_high
     prefix = here.name_stack
     for eqn in jaxpr.eqns:
         info = eqn.source_info
@@ -141,6 +136,25 @@ def inline(jaxpr: Jaxpr, *args: Value) -> list[Value]:
         )
         env.update(zip(eqn.outvars, outs, strict=True))
     return [read(v) for v in jaxpr.outvars]
+
+
+def bind(eqn: JaxprEqn, args: Sequence[Value], params: dict[str, Any]) -> list[Value]:
+    """The equation's primitive applied to `args` with `params`, under whatever transformation is active."""
+    primitive, trace = eqn.primitive, core.trace_ctx.trace
+    bound = primitive.get_bind_params(params)
+    if "subfuns" in bound and isinstance(trace, pe.DynamicJaxprTrace):
+        # A custom rule or a shard_map: to bind it would trace its body anew, and lose what is a constant to it.
+        here = source_info_util.current()
+        tracers = [trace.to_jaxpr_tracer(dtypes.canonicalize_value(x), here) for x in args]
+        avals, effs = equation_type(eqn.replace(invars=[t.val for t in tracers], params=params))
+        return trace.emit_eqn(tracers, avals, primitive, params, effs, here)
+    outs = primitive.bind(*args, **bound)
+    return list(outs) if primitive.multiple_results else [outs]
+
+
+def _literal(trace: Any, literal: Literal) -> Any:
+    """A tracer for a literal, of the literal's own type: its value alone may have forgotten that it was weak."""
+    return pe.DynamicJaxprTracer(trace, literal.aval, literal, source_info_util.new_source_info())
 
 
 def rename_effects(effs: Any, rename: Callable[[Var], Var]) -> Any:
@@ -160,6 +174,19 @@ def body_effects(jaxpr: Jaxpr) -> Any:
     return pe.make_jaxpr_effects(jaxpr.constvars, jaxpr.invars, jaxpr.outvars, jaxpr.eqns)
 
 
+def equation_type(eqn: JaxprEqn) -> tuple[list[Any], Any]:
+    """The types of an equation's results and its effects, as its primitive has them for its operands and parameters."""
+    primitive, avals = eqn.primitive, [v.aval for v in eqn.invars]
+    with eqn.ctx.manager:
+        typecheck = core.custom_typechecks.get(primitive)
+        if typecheck is not None:
+            outs, effs = typecheck(lambda: (core.JaxprPpContext(), core.JaxprPpSettings()), *eqn.invars, **eqn.params)
+        else:
+            outs, effs = primitive.abstract_eval(*avals, **eqn.params)
+    outs = list(outs) if primitive.multiple_results or typecheck is not None else [outs]
+    return outs, core.resolve_input_effects(effs, eqn.invars)
+
+
 # ---------------------------------------------------------------- what a replacement emits
 
 
@@ -173,13 +200,13 @@ class Builder:
 
     def __init__(self, debug_info: Any) -> None:
         self._trace = pe.DynamicJaxprTrace(debug_info, parent_trace=core.trace_ctx.trace)
+        # Held strongly: a constant must outlive the tracer that a rule had of it, for its variable is in the equations.
+        self._trace.frame.constid_to_tracer = {}
         self._tracers: dict[Var, Any] = {}
-        self._consts: dict[Var, Any] = {}
-        self._kept: list[Any] = []
 
     def value(self, atom: Atom) -> Value:
         if isinstance(atom, Literal):
-            return atom.val
+            return atom.val if typeof(atom.val) == atom.aval else _literal(self._trace, atom)
         tracer = self._tracers.get(atom)
         if tracer is None:
             tracer = self._trace.var_to_tracer(atom, source_info_util.new_source_info())
@@ -194,22 +221,17 @@ class Builder:
                 result = f()
             if result is None:
                 return [], None
-            # Constants live as long as their tracers do: keep both.
-            self._kept.append((result, list(frame.constid_to_tracer.values())))
-            self._consts.update(frame.constvar_to_val)
             return frame.get_eqns(), result
         finally:
             frame.tracing_eqns = []
 
     def atom(self, value: Value) -> Atom:
         """The variable or literal that a value made under `emit` is called by in the new equations."""
-        tracer = self._trace.to_jaxpr_tracer(value, source_info_util.new_source_info())
-        self._kept.append(tracer)
-        self._consts.update(self._trace.frame.constvar_to_val)
-        return tracer.val
+        value = dtypes.canonicalize_value(value)
+        return self._trace.to_jaxpr_tracer(value, source_info_util.new_source_info()).val
 
     def constants(self) -> dict[Var, Any]:
-        return self._consts
+        return self._trace.frame.constvar_to_val
 
 
 @contextlib.contextmanager
@@ -228,6 +250,16 @@ def same_weak_type(value: Value, aval: Any) -> Value:
     if getattr(typeof(value), "weak_type", None) == getattr(aval, "weak_type", None):
         return value
     return lax_internal._convert_element_type(value, aval.dtype, weak_type=aval.weak_type)
+
+
+def same_constant(a: Any, b: Any) -> bool:
+    """Whether two constants or literals are the same object or, on the host, the same value to the bit."""
+    if a is b:
+        return True
+    if type(a) is not type(b) or not isinstance(a, (bool, int, float, complex, np.ndarray, np.generic)):
+        return False
+    x, y = np.asarray(a), np.asarray(b)
+    return x.shape == y.shape and x.dtype == y.dtype and x.tobytes() == y.tobytes()
 
 
 def lazily(thunk: Any, change: Callable[[Jaxpr], Jaxpr]) -> Any:
@@ -284,7 +316,7 @@ _cache_key = jax.make_user_context(None)
 _active = threading.local()
 _patch_lock = threading.Lock()
 _patched = 0
-_linearize = ad.linearize
+_linearize, _backward_pass = ad.linearize, ad.backward_pass3
 
 
 @contextlib.contextmanager
@@ -293,65 +325,89 @@ def boundary(change: Change, key: Any) -> Iterator[None]:
 
     The outermost call of `jax.grad`, `value_and_grad` or `vjp` (and all that is built on them) has its function traced
     on its own, closed-over tracers becoming constants; `change` rewrites the jaxpr, and JAX differentiates the result.
-    What is differentiated inside that function belongs to it, and is left alone. `key`, hashable, keeps programs
-    traced under one boundary out of jit's caches for another: equal keys must mean equal changes.
+    What is differentiated inside that function, or by a custom rule on the way back, belongs to it and is left alone.
+    `key`, hashable, keeps programs traced under one boundary out of jit's caches for another: a function that jit has
+    traced under an equal key is not traced again, and `change` not called.
     """
     global _patched
     with _patch_lock:
         if _patched == 0:
-            ad.linearize = _linearize_at_boundary
+            ad.linearize, ad.backward_pass3 = _linearize_at_boundary, _backward_pass_inside
         _patched += 1
-    before = getattr(_active, "change", None)
-    _active.change = change
+    try:
+        with _acting(change, ("boundary", key)):
+            yield
+    finally:
+        with _patch_lock:
+            _patched -= 1
+            if _patched == 0:
+                ad.linearize, ad.backward_pass3 = _linearize, _backward_pass
+
+
+@contextlib.contextmanager
+def _acting(change: Change | None, key: Any) -> Iterator[None]:
+    before = getattr(_active, "now", (None, None))
+    _active.now = (change, key)
     try:
         with _cache_key(key):
             yield
     finally:
-        _active.change = before
-        with _patch_lock:
-            _patched -= 1
-            if _patched == 0:
-                ad.linearize = _linearize
+        _active.now = before
+
+
+@contextlib.contextmanager
+def _inside() -> Iterator[None]:
+    """Where the boundary is behind us: nothing more is rewritten, and what jit traces here it keeps apart."""
+    change, key = getattr(_active, "now", (None, None))
+    if change is None:
+        yield
+    else:
+        with _acting(None, ("inside", key)):
+            yield
 
 
 def _linearize_at_boundary(
     fun: Callable[..., Any], primals: Any, has_aux: bool = False, is_vjp: bool = False, **rest: Any
 ) -> Any:
-    change = getattr(_active, "change", None)
+    change, _ = getattr(_active, "now", (None, None))
     if change is None or not is_vjp:
         return _linearize(fun, primals, has_aux=has_aux, is_vjp=is_vjp, **rest)
-    _active.change = None
-    try:
+    with _inside():
         fun = _rewritten(fun, primals, change)
         return _linearize(fun, primals, has_aux=has_aux, is_vjp=is_vjp, **rest)
-    finally:
-        _active.change = change
+
+
+def _backward_pass_inside(*args: Any, **kwargs: Any) -> Any:
+    with _inside():
+        return _backward_pass(*args, **kwargs)
 
 
 def _rewritten(fun: Callable[..., Any], primals: Any, change: Change) -> Callable[..., Any]:
-    """`fun` as the evaluation of its rewritten jaxpr. Outputs that are not arrays (in aux) pass beside it."""
-    tree, passed, arrays = None, [], []
-    _, in_tree = jax.tree.flatten(primals.unflatten())
+    """`fun` as the evaluation of its rewritten jaxpr. Outputs that depend on no input need no program: they pass beside."""
+    tree: Any = None
+    outs: list[Any] = []
+    with_paths, in_tree = jax.tree_util.tree_flatten_with_path(primals.unflatten())
 
     def flat(*xs: Value) -> list[Value]:
-        nonlocal tree, passed, arrays
-        out, tree = jax.tree.flatten(fun(*jax.tree.unflatten(in_tree, xs)))
-        arrays = [is_jax_value(x) for x in out]
-        passed = [None if a else x for a, x in zip(arrays, out, strict=True)]
-        return [x for a, x in zip(arrays, out, strict=True) if a]
+        nonlocal tree, outs
+        outs, tree = jax.tree.flatten(fun(*jax.tree.unflatten(in_tree, xs)))
+        traced = [x for x in outs if isinstance(x, Tracer)]
+        outs = [_TRACED if isinstance(x, Tracer) else x for x in outs]
+        return traced
 
-    jaxpr = trace_flat(flat, [typeof(x) for x in primals], getattr(fun, "__name__", "model"))
-    new = change(jaxpr)
+    name = getattr(fun, "__name__", "model")
+    names = ["args" + jax.tree_util.keystr(path) for path, _ in with_paths]
+    new = change(trace_flat(flat, [typeof(x) for x in primals], name, names))
 
     def evaluated(*args: Any) -> Any:
-        outs = iter(eval_jaxpr(new, *jax.tree.leaves(args)))
-        assert tree is not None
-        return jax.tree.unflatten(
-            tree, [next(outs) if a else x for a, x in zip(arrays, passed, strict=True)]
-        )
+        traced = iter(eval_jaxpr(new, *jax.tree.leaves(args)))
+        return jax.tree.unflatten(tree, [next(traced) if x is _TRACED else x for x in outs])
 
-    evaluated.__name__ = getattr(fun, "__name__", "model")
+    evaluated.__name__ = name
     return evaluated
+
+
+_TRACED = object()
 
 
 def debug_info(name: str, arg_names: Sequence[str]) -> Any:
@@ -362,8 +418,8 @@ def debug_info(name: str, arg_names: Sequence[str]) -> Any:
 def _private_names() -> list[Any]:
     """Every private name used here, for the test that says what a new jax has moved."""
     return [
-        _as_manual_mesh, _extend_axis_env, ad.linearize, ad_checkpoint, api_util, batching, config._check_vma,
-        core.DebugInfo, core.trace_ctx, effects.JaxprInputEffect, hlo, lax_internal._convert_element_type,
-        lu.wrap_init, pe.DynamicJaxprTrace, pe._memoize, pe.make_jaxpr_effects, pe.trace_to_jaxpr_dynamic,
+        _as_manual_mesh, _extend_axis_env, ad.backward_pass3, ad.linearize, ad_checkpoint, api_util, batching, config._check_vma,
+        core.custom_typechecks, core.DebugInfo, core.resolve_input_effects, core.trace_ctx, effects.JaxprInputEffect, hlo, lax_internal._convert_element_type,
+        lu.wrap_init, pe.DynamicJaxprTrace, pe.DynamicJaxprTracer, pe._memoize, pe.make_jaxpr_effects, pe.trace_to_jaxpr_dynamic,
         source_info_util.user_frames, tree_util, use_abstract_mesh,
     ]  # fmt: skip

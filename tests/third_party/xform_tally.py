@@ -12,11 +12,14 @@ from typing import Any, ClassVar
 
 @dataclasses.dataclass(frozen=True)
 class Tally:
-    only: tuple[str, ...] = ()
-    """Primitives to count; all where none is named."""
+    """Options:
 
+    only: primitives to count; all where none is named.
+    label: what the note calls them.
+    """
+
+    only: tuple[str, ...] = ()
     label: str = "equations"
-    """What the note calls them."""
 
     stages: ClassVar[tuple[str, ...]] = ("step",)
 

@@ -12,16 +12,14 @@ dissolved into them, is shown as that and not as everything removed and added.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 from xform.higher_order import bodies
 from xform.printing.align import Keys, align
-from xform.printing.spell import const_key, exactly, type_text
-from xform.trace import Atom, DropVar, Jaxpr, JaxprEqn, Literal, Var, name_stack, source_line
-
-SEE_THROUGH = frozenset({"sharding_constraint", "name", "reshard", "optimization_barrier", "copy", "copy_p"})
-"""Primitives whose results are their operands: what reads them is recognised as if it read the operands."""
+from xform.printing.keys import Fingerprints, literal_key
+from xform.printing.spell import const_key, type_text
+from xform.trace import Atom, DropVar, Jaxpr, JaxprEqn, Literal, Var
 
 LOOPS = frozenset({"scan", "while", "cond", "shard_map"})
 """Primitives with bodies that are no mere calls: their operands are not the inputs of the body one to one."""
@@ -66,84 +64,17 @@ class Match:
     same: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
-class Key:
-    """An equation as numbers: equal numbers, equal equations. `header` leaves out the bodies, `exact` has
-    them, `placed` has the source line too, `deep` also what made the operands; `loose` is the primitive at
-    its place in the source."""
-
-    header: int
-    exact: int
-    placed: int
-    deep: int
-    loose: int
-    inside: int | None
-
-
 def compare(before: Jaxpr, after: Jaxpr) -> Match:
     """How the second program comes from the first."""
     return Comparison().bodies(before, after, None)
 
 
 class Comparison:
-    """What is worked out once while two programs are compared: the keys of every body, and the pairs of
-    bodies."""
+    """What is worked out once while two programs are compared: fingerprints, and the pairs of bodies."""
 
     def __init__(self) -> None:
-        self._numbers: dict[Hashable, int] = {}
-        self._keys: dict[Jaxpr, list[Key]] = {}
-        self._digests: dict[Jaxpr, int] = {}
+        self.keys = Fingerprints()
         self._matches: dict[Hashable, Match] = {}
-
-    # ------------------------------------------------------------ keys
-
-    def _number(self, thing: Hashable) -> int:
-        return self._numbers.setdefault(thing, len(self._numbers))
-
-    def keys(self, jaxpr: Jaxpr) -> list[Key]:
-        found = self._keys.get(jaxpr)
-        if found is None:
-            found = self._keys[jaxpr] = list(self._make_keys(jaxpr))
-        return found
-
-    def _make_keys(self, jaxpr: Jaxpr) -> Iterator[Key]:
-        made_by: dict[Any, Hashable] = {}
-        for eqn in jaxpr.eqns:
-            header = self._number(exactly(eqn))
-            inside = tuple(self.digest(body) for body in bodies(eqn)) or None
-            exact = self._number((header, inside))
-            place = (source_line(eqn), name_stack(eqn))
-            placed = self._number((exact, place))
-            operands = tuple(0 if isinstance(v, Literal) else made_by.get(v, -1) for v in eqn.invars)
-            deep = self._number((placed, operands))
-            name = eqn.params.get("name") if inside else None
-            loose = self._number((eqn.primitive.name, name if isinstance(name, str) else "", place))
-            yield Key(header, exact, placed, deep, loose, None if inside is None else self._number(inside))
-            through = eqn.primitive.name in SEE_THROUGH and len(eqn.invars) >= len(eqn.outvars)
-            for k, v in enumerate(eqn.outvars):
-                made_by[v] = operands[k] if through else (placed, k)
-
-    def digest(self, jaxpr: Jaxpr) -> int:
-        """A number equal for two bodies that are the same program up to the names of variables and source
-        lines."""
-        found = self._digests.get(jaxpr)
-        if found is None:
-            numbers = {v: k for k, v in enumerate(jaxpr.all_invars)}
-
-            def read(atom: Atom) -> int:
-                return -1 if isinstance(atom, Literal) else numbers[atom]
-
-            whole: list[Hashable] = [tuple(type_text(v.aval) for v in jaxpr.all_invars)]
-            whole += [const_key(value) for value in jaxpr.consts]
-            for eqn, key in zip(jaxpr.eqns, self.keys(jaxpr), strict=True):
-                whole.append((key.exact, *(read(v) for v in eqn.invars)))
-                for v in eqn.outvars:
-                    numbers[v] = len(numbers)
-            whole.append(tuple(_exit(v, read) for v in jaxpr.outvars))
-            found = self._digests[jaxpr] = self._number(tuple(whole))
-        return found
-
-    # ------------------------------------------------------------ bodies
 
     def bodies(self, before: Jaxpr, after: Jaxpr, operands: list[tuple[int, int]] | None) -> Match:
         """Compares two bodies. `operands` are the pairs of inputs that are fed the same; None where nothing
@@ -151,7 +82,7 @@ class Comparison:
         key = (before, after, None if operands is None else tuple(operands))
         found = self._matches.get(key)
         if found is None:
-            if self.digest(before) == self.digest(after):
+            if self.keys.digest(before) == self.keys.digest(after):
                 found = self._identical(before, after)
             else:
                 found = self._different(before, after, operands)
@@ -190,14 +121,6 @@ class Comparison:
         return match
 
 
-def _exit(atom: Atom, read: Any) -> Hashable:
-    return exactly_literal(atom) if isinstance(atom, Literal) else read(atom)
-
-
-def exactly_literal(literal: Literal) -> tuple[str, str]:
-    return const_key(literal.val), type_text(literal.aval)
-
-
 def _inputs(before: Jaxpr, after: Jaxpr, operands: list[tuple[int, int]] | None) -> list[tuple[int, int]]:
     old = [type_text(v.aval) for v in before.invars]
     new = [type_text(v.aval) for v in after.invars]
@@ -233,8 +156,8 @@ class _Walk:
         self.c = comparison
         self.match = match
         self.before, self.after = match.before.eqns, match.after.eqns
-        self.keys_before = comparison.keys(match.before)
-        self.keys_after = comparison.keys(match.after)
+        self.keys_before = comparison.keys.of(match.before)
+        self.keys_after = comparison.keys.of(match.after)
         self.removed: dict[
             Var, tuple[Atom, ...]
         ] = {}  # variables gone, and what of the same type they came from
@@ -397,7 +320,7 @@ class _Walk:
         if isinstance(new, Literal) or isinstance(old, Literal):
             if not (isinstance(new, Literal) and isinstance(old, Literal)):
                 return None
-            return "same" if exactly_literal(old) == exactly_literal(new) else None
+            return "same" if literal_key(old) == literal_key(new) else None
         origin = self.match.origin.get(new)
         if origin is not None:
             if origin is old:
@@ -417,7 +340,7 @@ class _Walk:
             if body is None:
                 continue
             window = self.keys_before[i : min(stop_i, i + 2 * len(body.eqns) + 16)]
-            first, last = _overlap([k.placed for k in window], [k.placed for k in self.c.keys(body)])
+            first, last = _overlap([k.placed for k in window], [k.placed for k in self.c.keys.of(body)])
             if last is None:
                 continue
             steps = self.gap(i, i + first, j, at)
@@ -451,7 +374,7 @@ class _Walk:
             if body is None:
                 continue
             window = self.keys_after[j : min(stop_j, j + 2 * len(body.eqns) + 16)]
-            first, last = _overlap([k.placed for k in window], [k.placed for k in self.c.keys(body)])
+            first, last = _overlap([k.placed for k in window], [k.placed for k in self.c.keys.of(body)])
             if last is None:
                 continue
             steps = self.gap(i, at, j, j + first)

@@ -11,16 +11,22 @@ import dataclasses
 import re
 
 from xform.printing.align import align
-from xform.printing.diff import DiffLine, Mark, fold
-from xform.printing.lines import Line
+from xform.printing.difference import DiffLine, Mark, fold, render
+from xform.printing.listing import Line
 
 NAME = re.compile(r"%[A-Za-z0-9_$.\-]+(?:#\d+)?|@[A-Za-z0-9_$.\-]+")
+SEE_THROUGH = re.compile(r"sdy\.sharding_constraint|stablehlo\.optimization_barrier|@Sharding")
 RESULTS = re.compile(r"^\s*(%[^=]*?)\s*=\s")
 LOCATION = re.compile(r"\s*loc\((?:#loc\d*|\"[^\"]*\"[^)]*|unknown)\)|^#loc.*$")
 
 
-def stablehlo_diff(before: str, after: str, context: int | None = 2) -> list[DiffLine]:
-    """What turns one text into the other, empty if only numbering and locations differ."""
+def stablehlo_diff(before: str, after: str, context: int = 2, *, color: bool = False) -> str:
+    """What turns one text into the other, '' if only numbering and locations differ."""
+    return "\n".join(render(row, color, False) for row in stablehlo_rows(before, after, context))
+
+
+def stablehlo_rows(before: str, after: str, context: int | None = 2) -> list[DiffLine]:
+    """The same, line by line; `context` unchanged lines around each change, None for all of them."""
     old, new = _read(before), _read(after)
     bare_old, bare_new = [_bare(line) for line in old], [_bare(line) for line in new]
     pairs = align([(_deep(old, bare_old), _deep(new, bare_new)), (bare_old, bare_new)])
@@ -87,7 +93,7 @@ def _value(name: str) -> str:
 
 def _row(mark: Mark, line: str) -> DiffLine:
     text = line.lstrip()
-    return DiffLine(mark, Line("eqn", (len(line) - len(text)) // 2, text))
+    return DiffLine(mark, Line("text", (len(line) - len(text)) // 2, text))
 
 
 def _nested(rows: list[DiffLine]) -> list[DiffLine]:
@@ -103,7 +109,8 @@ def _nested(rows: list[DiffLine]) -> list[DiffLine]:
 
 
 class _Correspondence:
-    """Which name of the first text a name of the second answers to: functions for good, values for one function.
+    """Which name of the first text a name of the second answers to: functions for good, values for one
+    function.
 
     A value made anew may stand for a value that is gone, and for one that it was made from.
     """
@@ -125,9 +132,12 @@ class _Correspondence:
         sources = {self.old(name) for name in NAME.findall(line) if _value(name) not in results}
         for name in [_value(name) for name in NAME.findall(line) if name in sources]:
             sources |= self.made_from.get(name, set())
+        through = [name for name in sources if name] if SEE_THROUGH.search(line) else []
         for name in results:
             self.values.pop(name, None)
             self.made_from[name] = {source for source in sources if source}
+            if len(through) == 1:
+                self.values[name] = self._primed(_value(through[0]))
 
     def pair(self, old: str, new: str) -> bool:
         """Pairs the names of two lines; False if one of them answers to another name already."""
@@ -159,7 +169,8 @@ class _Correspondence:
         return table[base] + mark + part if base in table else ""
 
     def put(self, line: str) -> str:
-        """The line of the second text in the names of the first; a value made anew keeps its own with a prime."""
+        """The line of the second text in the names of the first; a value made anew keeps its own with a
+        prime."""
         for name in _results(line):
             if name not in self.values:
                 self.values[name] = self._primed(name)

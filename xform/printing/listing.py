@@ -23,10 +23,10 @@ from typing import Any
 from typing import Literal as OneOf
 
 from xform.higher_order import bodies
-from xform.printing import spell
+from xform.printing import phrases, spell
 from xform.trace import Atom, DropVar, Jaxpr, JaxprEqn, Literal, Var, name_stack, source_frame
 
-Kind = OneOf["input", "const", "eqn", "body", "again", "return", "output"]
+Kind = OneOf["input", "const", "eqn", "body", "again", "return", "output", "text"]
 
 MOST_NAMES = 12
 """Of longer lists of variables only the first eight are shown."""
@@ -153,8 +153,8 @@ def _body_lines(jaxpr: Jaxpr, names: Names, depth: int, out: list[Line], seen: d
 def eqn_line(eqn: JaxprEqn, names: Names, depth: int) -> Line:
     operands = _few([names.name(v) for v in eqn.invars])
     results = _few([typed(v, names) for v in eqn.outvars], ", ")
-    details = spell.phrases(eqn)
-    parts = [f"{results} =" if results else "", spell.label(eqn), operands]
+    details = phrases.phrases(eqn)
+    parts = [f"{results} =" if results else "", phrases.label(eqn), operands]
     if details:
         parts.append("[" + ", ".join(details) + "]")
     return Line("eqn", depth, " ".join(p for p in parts if p), source(eqn), name_stack(eqn), eqn)
@@ -173,7 +173,7 @@ def source(eqn: JaxprEqn) -> str:
 def called_so(eqn: JaxprEqn, names: Names) -> str:
     """A short way to speak of an equation: what it gives and its primitive."""
     results = [names.name(v) for v in eqn.outvars if not isinstance(v, DropVar)]
-    return f"{results[0]} = {spell.label(eqn)}" if results else spell.label(eqn)
+    return f"{results[0]} = {phrases.label(eqn)}" if results else phrases.label(eqn)
 
 
 def again_line(eqn: JaxprEqn, number: int, depth: int, where: str, body: Jaxpr) -> Line:
@@ -185,7 +185,7 @@ def again_line(eqn: JaxprEqn, number: int, depth: int, where: str, body: Jaxpr) 
 def body_line(eqn: JaxprEqn, number: int, body: Jaxpr, names: Names, depth: int) -> Line:
     title = body_label(eqn, number)
     given = [typed(v, names) for v in body.invars]
-    split = spell.scan_split(eqn.params)
+    split = phrases.scan_split(eqn.params)
     if split is not None and sum(split) == len(given):
         consts, carry, _ = split
         groups = [given[:consts], given[consts : consts + carry], given[consts + carry :]]
@@ -218,7 +218,8 @@ def body_label(eqn: JaxprEqn, number: int) -> str:
 
 
 def is_empty(body: Jaxpr) -> bool:
-    """Whether a body does and gives nothing, as those do that differentiation leaves behind: it is not printed."""
+    """Whether a body does and gives nothing, as those do that differentiation leaves behind: it is not
+    listing."""
     return not body.eqns and not body.outvars
 
 

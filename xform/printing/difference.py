@@ -12,32 +12,33 @@ from collections.abc import Sequence
 from typing import Literal as OneOf
 
 from xform.higher_order import bodies
-from xform.printing import lines as printed
+from xform.printing import listing
 from xform.printing.compare import Match, Step, compare
-from xform.printing.lines import Line, Names, is_empty
+from xform.printing.listing import Line, Names, is_empty
 from xform.printing.spell import spell
 from xform.trace import DropVar, Jaxpr, JaxprEqn, Literal, Var
 
 Mark = OneOf[" ", "+", "-", "~", "."]
 
-COLOURS = {"+": "\033[32m", "-": "\033[31m", "~": "\033[33m", ".": "\033[2m", " ": ""}
+COLORS = {"+": "\033[32m", "-": "\033[31m", "~": "\033[33m", ".": "\033[2m", " ": ""}
 RESET = "\033[0m"
 
 
 @dataclasses.dataclass(frozen=True)
 class DiffLine:
-    """A line of a difference. `mark` is ' ' (in both), '+', '-', '~' (the same change again), or '.' (a
-    fold).
+    """A line of a difference: in both (' '), '+', '-', the same change again ('~'), or a fold ('.').
 
     `parent` is the index, in the unfolded list, of the line that this one stands under, -1 at the top.
-    `rewired`: the equation reads a new variable in place of an old one. `note` says of a changed equation
-    what differs where its line does not show it. A fold stands for `folded`, the lines that are left out.
+    `rewired`: the equation reads a new variable in place of an old one. `changed`: this '-' or '+' is one
+    side of an equation that both programs have; `note` says what differs where its line does not show it. A
+    fold stands for `folded`, the lines that are left out.
     """
 
     mark: Mark
     line: Line
     parent: int = -1
     rewired: bool = False
+    changed: bool = False
     note: str = ""
     folded: tuple[DiffLine, ...] = ()
 
@@ -56,17 +57,17 @@ def diff(before: Jaxpr, after: Jaxpr, context: int | None = 2) -> list[DiffLine]
 
 
 def diff_text(
-    before: Jaxpr, after: Jaxpr, context: int = 2, *, colour: bool = False, source: bool = True
+    before: Jaxpr, after: Jaxpr, context: int = 2, *, color: bool = False, source: bool = True
 ) -> str:
-    """The difference as text, '' if there is none; `colour` for a terminal."""
-    return "\n".join(render(row, colour, source) for row in diff(before, after, context))
+    """The difference as text, '' if there is none; `color` for a terminal."""
+    return "\n".join(render(row, color, source) for row in diff(before, after, context))
 
 
-def render(row: DiffLine, colour: bool, source: bool = True) -> str:
+def render(row: DiffLine, color: bool, source: bool = True) -> str:
     text = str(row)
     if source:
-        text = printed.with_source(text, row.line, 90)
-    on = COLOURS[row.mark] if colour else ""
+        text = listing.with_source(text, row.line, 90)
+    on = COLORS[row.mark] if color else ""
     return f"{on}{text}{RESET}" if on else text
 
 
@@ -144,7 +145,7 @@ def rows_of(match: Match, names: Names | None) -> tuple[list[DiffLine], Names]:
 def _name_all(jaxpr: Jaxpr, names: Names) -> None:
     """Names all variables of a program in the order in which `lines` would, before any new one gets a
     name."""
-    printed.lines(jaxpr, names=names)
+    listing.lines(jaxpr, names=names)
 
 
 class _Writer:
@@ -153,8 +154,17 @@ class _Writer:
         self.seen: dict[tuple[Jaxpr, Jaxpr], str] = {}
         self.alone: dict[Jaxpr, str] = {}
 
-    def put(self, mark: Mark, line: Line, parent: int, *, rewired: bool = False, note: str = "") -> int:
-        self.rows.append(DiffLine(mark, line, parent, rewired, note))
+    def put(
+        self,
+        mark: Mark,
+        line: Line,
+        parent: int,
+        *,
+        rewired: bool = False,
+        changed: bool = False,
+        note: str = "",
+    ) -> int:
+        self.rows.append(DiffLine(mark, line, parent, rewired, changed, note))
         return len(self.rows) - 1
 
     # ------------------------------------------------------------ names
@@ -179,25 +189,25 @@ class _Writer:
         kept = set(match.origin.values())
         for v in match.before.constvars:
             if v not in kept:
-                self.put("-", Line("const", 0, f"const {printed.typed(v, before)}"), -1)
+                self.put("-", Line("const", 0, f"const {listing.typed(v, before)}"), -1)
         for v in match.after.constvars:
             mark: Mark = " " if v in match.origin else "+"
-            self.put(mark, Line("const", 0, f"const {printed.typed(v, after)}"), -1)
+            self.put(mark, Line("const", 0, f"const {listing.typed(v, after)}"), -1)
         for i, j in match.inputs:
             if j is not None:
-                (line,) = printed.input_lines(match.after, after, [j])
+                (line,) = listing.input_lines(match.after, after, [j])
                 self.put("+" if i is None else " ", line, -1)
             elif i is not None:
-                (line,) = printed.input_lines(match.before, before, [i])
+                (line,) = listing.input_lines(match.before, before, [i])
                 self.put("-", line, -1)
 
     def outputs(self, match: Match, before: Names, after: Names) -> None:
-        new = printed.output_lines(match.after, after)
+        new = listing.output_lines(match.after, after)
         if not match.outputs_changed:
             for line in new:
                 self.put(" ", line, -1)
             return
-        old = printed.output_lines(match.before, before)
+        old = listing.output_lines(match.before, before)
         for k in range(max(len(old), len(new))):
             same = k < min(len(old), len(new)) and _same_exit(match, k)
             if k < len(old) and not same:
@@ -219,21 +229,21 @@ class _Writer:
         if old is not None and new is not None:
             self.both(step, old, new, before, after, depth, parent)
         elif new is not None and step.after is not None:
-            at = self.put("+", printed.eqn_line(new, after, depth), parent)
+            at = self.put("+", listing.eqn_line(new, after, depth), parent)
             self.one("+", new, step.after, after, depth, at, step.wraps, before)
         elif old is not None and step.before is not None:
-            at = self.put("-", printed.eqn_line(old, before, depth), parent)
+            at = self.put("-", listing.eqn_line(old, before, depth), parent)
             self.one("-", old, step.before, before, depth, at, step.wraps, after)
 
     def both(
         self, step: Step, old: JaxprEqn, new: JaxprEqn, before: Names, after: Names, depth: int, parent: int
     ) -> None:
-        new_line = printed.eqn_line(new, after, depth)
+        new_line = listing.eqn_line(new, after, depth)
         if step.changed:
-            old_line = printed.eqn_line(old, before, depth)
-            self.put("-", old_line, parent)
+            old_line = listing.eqn_line(old, before, depth)
+            self.put("-", old_line, parent, changed=True)
             note = _difference(old, new) if old_line.text == new_line.text else ""
-            at = self.put("+", new_line, parent, note=note)
+            at = self.put("+", new_line, parent, changed=True, note=note)
         else:
             at = self.put(" ", new_line, parent, rewired=step.rewired)
         assert step.before is not None and step.after is not None
@@ -246,25 +256,25 @@ class _Writer:
                 continue
             if pair in self.seen:
                 mark: Mark = " " if inner.same else "~"
-                line = printed.again_line(new, number, depth + 1, self.seen[pair], body)
+                line = listing.again_line(new, number, depth + 1, self.seen[pair], body)
                 if not inner.same:
                     line = dataclasses.replace(line, text=line.text + ", the same changes")
                 self.put(mark, line, at)
                 continue
             if body.eqns or inner.before.eqns:
-                self.seen[pair] = printed.called_so(new, after)
+                self.seen[pair] = listing.called_so(new, after)
             self.give(body.all_invars, inner, names_before, names_after)
-            line = printed.body_line(new, number, body, names_after, depth + 1)
+            line = listing.body_line(new, number, body, names_after, depth + 1)
             if all(j is not None and i is not None for i, j in inner.inputs):
                 under = self.put(" ", line, at)
             else:
-                gone = printed.body_line(old, number_before, inner.before, names_before, depth + 1)
+                gone = listing.body_line(old, number_before, inner.before, names_before, depth + 1)
                 self.put("-", gone, at)
                 under = self.put("+", line, at)
             self.steps(inner, names_before, names_after, depth + 2, under)
-            line = printed.return_line(body, names_after, depth + 2)
+            line = listing.return_line(body, names_after, depth + 2)
             if inner.outputs_changed:
-                self.put("-", printed.return_line(inner.before, names_before, depth + 2), under)
+                self.put("-", listing.return_line(inner.before, names_before, depth + 2), under)
             self.put("+" if inner.outputs_changed else " ", line, under)
         for number in range(len(step.inner), len(bodies(old))):
             self.body("-", old, step.before, number, before, depth, at)
@@ -292,14 +302,14 @@ class _Writer:
         inner = names.body(index, 0)
         if mark == "+":  # the call holds what stood here
             self.give(body.all_invars, wraps, other, inner)
-            under = self.put("+", printed.body_line(eqn, 0, body, inner, depth + 1), at)
+            under = self.put("+", listing.body_line(eqn, 0, body, inner, depth + 1), at)
             self.steps(wraps, other, inner, depth + 2, under)
-            self.put("+", printed.return_line(body, inner, depth + 2), under)
+            self.put("+", listing.return_line(body, inner, depth + 2), under)
         else:  # what the call held stands here
             for v, atom in zip(body.outvars, eqn.outvars, strict=True):
                 if isinstance(v, Var) and not isinstance(atom, DropVar):
                     inner.call(v, names.name(atom))
-            self.put("-", printed.body_line(eqn, 0, body, inner, depth + 1), at)
+            self.put("-", listing.body_line(eqn, 0, body, inner, depth + 1), at)
             self.steps(wraps, inner, other, depth, -1 if at < 0 else self.rows[at].parent)
 
     def body(
@@ -310,16 +320,16 @@ class _Writer:
         if is_empty(body):
             return
         if body in self.alone:
-            self.put(mark, printed.again_line(eqn, number, depth + 1, self.alone[body], body), at)
+            self.put(mark, listing.again_line(eqn, number, depth + 1, self.alone[body], body), at)
             return
         if body.eqns:
-            self.alone[body] = printed.called_so(eqn, names)
-        under = self.put(mark, printed.body_line(eqn, number, body, inner, depth + 1), at)
+            self.alone[body] = listing.called_so(eqn, names)
+        under = self.put(mark, listing.body_line(eqn, number, body, inner, depth + 1), at)
         for k, inside in enumerate(body.eqns):
-            deeper = self.put(mark, printed.eqn_line(inside, inner, depth + 2), under)
+            deeper = self.put(mark, listing.eqn_line(inside, inner, depth + 2), under)
             for n in range(len(bodies(inside))):
                 self.body(mark, inside, k, n, inner, depth + 2, deeper)
-        self.put(mark, printed.return_line(body, inner, depth + 2), under)
+        self.put(mark, listing.return_line(body, inner, depth + 2), under)
 
 
 def _same_exit(match: Match, k: int) -> bool:

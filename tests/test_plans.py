@@ -1,0 +1,63 @@
+"""Numbers agree: every model under every plan, values, gradients and training steps, against one device."""
+
+import pytest
+
+from tests import public
+from xform import plans
+from xform.check import check
+from xform.models import encoder_decoder, gpt2, llama
+
+PLANS = {
+    "fsdp": plans.fsdp(8),
+    "fsdp_tensor": plans.fsdp_tensor(4, 2),
+    "zero1": plans.zero1(8),
+}
+MORE_PLANS = {
+    "zero2": plans.zero2(8),
+    "hsdp": plans.hsdp(2, 4),
+    "slices": plans.hsdp_slices(2, 4),
+    "tensor": plans.tensor(8),
+    "tensor_2d": plans.tensor_2d(2, 4),
+    "megatron_sp": plans.megatron_sp(2, 4),
+}
+OURS = {"llama": llama, "gpt2": gpt2, "encoder_decoder": encoder_decoder}
+SIZES = {"size": "tiny", "layers": 2, "batch": 8, "length": 16}
+
+
+def _agrees(fn, args, plan, **options) -> None:
+    result = check(fn, args, plan, **options)
+    assert result.ok, str(result)
+    assert result.compared > 1
+
+
+@pytest.mark.slow  # compiles a training step of a real model for one and for eight devices
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", public.PUBLIC)
+def test_public_models_train_as_on_one_device(name, plan):
+    _agrees(*public.train_step(name), PLANS[plan], steps=2)
+
+
+@pytest.mark.slow  # compiles a training step for one and for eight devices
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", OURS)
+def test_our_models_train_as_on_one_device(name, plan):
+    _agrees(*OURS[name].train_step(**SIZES), PLANS[plan])
+
+
+@pytest.mark.slow  # compiles a training step for one and for eight devices
+@pytest.mark.parametrize("plan", MORE_PLANS)
+def test_llama_trains_under_every_plan(plan):
+    _agrees(*llama.train_step(**SIZES, dtype="float32"), MORE_PLANS[plan])
+
+
+@pytest.mark.slow  # compiles for one and for eight devices
+@pytest.mark.parametrize("packed", [False, True])
+def test_unrolled_and_packed_llama_has_the_loss_and_gradients_of_one_device(packed):
+    fn, args = llama.loss(**SIZES, scan=False, packed=packed, dtype="float32")
+    _agrees(fn, args, plans.fsdp_tensor(4, 2))
+
+
+@pytest.mark.slow  # compiles for one and for eight devices
+@pytest.mark.parametrize("name", OURS)
+def test_decoding_agrees(name):
+    _agrees(*OURS[name].decode_step(**SIZES), plans.fsdp_tensor(4, 2))

@@ -1,0 +1,410 @@
+"""What a program shows about its axes: the facts from which `roles` tells batch from length and heads from mlp.
+
+One pass over the equations that say something (dots, convolutions, gathers, maxima, scans, one-hot comparisons), with
+the factors on each side. Two questions are answered by following values backward, when asked: which input a value is
+(`source`), and where an index comes from (`origin`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from xform.axes import Axes, Dim, Factor, Scope
+from xform.axis_rules import ELEMENTWISE
+from xform.trace import JaxprEqn, Literal, Var
+
+Factors = frozenset[Factor]
+NONE: Factors = frozenset()
+
+
+@dataclasses.dataclass(frozen=True)
+class Dot:
+    """A contraction, of whatever primitive. `left` and `right` are free in one operand; `group` counts ragged groups."""
+
+    scope: Scope
+    operands: tuple[Any, Any]
+    batch: Factors
+    contract: Factors
+    left: Factors
+    right: Factors
+    group: Factors = NONE
+
+    @property
+    def sides(self) -> tuple[Factors, Factors]:
+        both = self.batch | self.contract
+        return both | self.left, both | self.right | self.group
+
+    @property
+    def result(self) -> Factors:
+        return self.batch | self.left | self.right
+
+
+@dataclasses.dataclass(frozen=True)
+class Conv:
+    """The factors of a convolution's windows, in the image and in the kernel, and of its features."""
+
+    image: Factors
+    kernel: Factors
+    features: Factors
+
+
+@dataclasses.dataclass(frozen=True)
+class Pick:
+    """A gather of single indices: along `rows`, with `window` whole, from an operand with all these factors."""
+
+    scope: Scope
+    operand: Any
+    indices: Any
+    rows: Factors
+    window: Factors
+    factors: Factors
+
+    @property
+    def index_factors(self) -> Factors:
+        return factors(self.scope[self.indices])
+
+    @property
+    def in_loop(self) -> bool:
+        scope: Scope | None = self.scope
+        while scope is not None and scope.eqn is not None:
+            if scope.eqn.primitive.name in ("scan", "while"):
+                return True
+            scope = scope.parent
+        return False
+
+
+@dataclasses.dataclass(frozen=True)
+class Maximum:
+    """A maximum along `reduced`; what is left are `rest`."""
+
+    reduced: Factors
+    rest: Factors
+
+
+@dataclasses.dataclass(frozen=True)
+class Scan:
+    """A scan: its leading factors, and the factors of what it carries and of each thing it scans over."""
+
+    lead: Factors
+    carry: Factors
+    scanned: tuple[Factors, ...]
+
+
+class Evidence:
+    """The facts of one program, in the order of its equations."""
+
+    def __init__(self, axes: Axes) -> None:
+        self.axes = axes
+        self.dots: list[Dot] = []
+        self.convs: list[Conv] = []
+        self.picks: list[Pick] = []
+        self.maxima: list[Maximum] = []
+        self.scans: list[Scan] = []
+        self.chosen: set[Factor] = set()  # a top_k picks along it
+        self.indexed: list[Pick] = []  # dynamic slices of size 1
+        self.compared: list[tuple[Scope, JaxprEqn]] = []  # eq of integers
+        self._definitions: dict[int, dict[Var, int]] = {}
+        self._sources: dict[tuple[int, Var], Var | None] = {}
+        for scope in axes.scopes:
+            for index, eqn in enumerate(scope.jaxpr.eqns):
+                fact = FACTS.get(eqn.primitive.name)
+                if fact is not None:
+                    fact(self, scope, index, eqn)
+
+    # Following values backward
+
+    def definitions(self, scope: Scope) -> dict[Var, int]:
+        """Which equation of a body makes a variable."""
+        found = self._definitions.get(id(scope))
+        if found is None:
+            found = {v: i for i, eqn in enumerate(scope.jaxpr.eqns) for v in eqn.outvars}
+            self._definitions[id(scope)] = found
+        return found
+
+    def source(self, scope: Scope, var: Any) -> Var | None:
+        """The input of the program that a value is, cast, reshaped, transposed, scaled or sliced; else None."""
+        if isinstance(var, Literal):
+            return None
+        key = (id(scope), var)
+        if key not in self._sources:
+            self._sources[key] = None  # a loop's own value
+            self._sources[key] = self._source(scope, var)
+        return self._sources[key]
+
+    def _source(self, scope: Scope, var: Var) -> Var | None:
+        while True:
+            index = self.definitions(scope).get(var)
+            if index is None:
+                if scope.parent is None:
+                    return var
+                outer = outside(scope, var)
+                if outer is None:
+                    return None
+                return self.source(scope.parent, outer)
+            eqn = scope.jaxpr.eqns[index]
+            inner = _inside(scope, index, eqn, var)
+            if inner is not None:
+                return self.source(*inner)
+            name = eqn.primitive.name
+            if name in MOVES:
+                var = eqn.invars[min(eqn.outvars.index(var), len(eqn.invars) - 1)]
+                if isinstance(var, Literal):
+                    return None
+            elif name in ELEMENTWISE:
+                size = var.aval.size
+                tries = (self.source(scope, v) for v in eqn.invars if getattr(v.aval, "size", 0) == size)
+                return next((s for s in tries if s is not None), None)
+            else:
+                return None
+
+    def origin(self, scope: Scope, var: Any) -> frozenset[str]:
+        """Where integers come from: "data" (an input), "count" (iota, cumsum), "computed", or nothing (constants)."""
+        found: set[str] = set()
+        seen: set[tuple[int, Var]] = set()
+        todo: list[tuple[Scope, Any]] = [(scope, var)]
+        while todo:
+            scope, var = todo.pop()
+            if isinstance(var, Literal) or (id(scope), var) in seen:
+                continue
+            seen.add((id(scope), var))
+            index = self.definitions(scope).get(var)
+            if index is None:
+                outer = None if scope.parent is None else outside(scope, var)
+                if scope.parent is not None and outer is not None:
+                    todo.append((scope.parent, outer))
+                elif scope.parent is None and var in scope.jaxpr.constvars:
+                    found |= _constant_origin(scope, var)
+                else:
+                    found.add("data")
+                continue
+            eqn = scope.jaxpr.eqns[index]
+            inner = _inside(scope, index, eqn, var)
+            name = eqn.primitive.name
+            if inner is not None:
+                todo.append(inner)
+            elif name in ("iota", "cumsum"):
+                found.add("count")
+            elif name in COMPUTES:
+                found.add("computed")
+            else:
+                todo.extend((scope, v) for v in eqn.invars[VALUES.get(name, slice(None))])
+        return frozenset(found)
+
+
+def outside(scope: Scope, var: Var) -> Any | None:
+    """The operand of the equation around a body that comes in as one of its inputs."""
+    eqn, jaxpr = scope.eqn, scope.jaxpr
+    if eqn is None or var not in jaxpr.invars:
+        return None
+    k = jaxpr.invars.index(var)
+    if eqn.primitive.name == "cond":
+        k += 1
+    elif eqn.primitive.name == "while":
+        test, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        if len(jaxpr.invars) == len(eqn.invars) - consts and jaxpr is eqn.params["cond_jaxpr"]:
+            k += consts if k >= test else 0
+        else:
+            k += test
+    return eqn.invars[k]
+
+
+def _inside(scope: Scope, index: int, eqn: JaxprEqn, var: Var) -> tuple[Scope, Any] | None:
+    """The result of a body that an equation hands out as var."""
+    k = eqn.outvars.index(var)
+    for number in (1, 0) if eqn.primitive.name == "while" else (0,):
+        inner = scope.children.get((index, number))
+        if inner is not None and k < len(inner.jaxpr.outvars):
+            return inner, inner.jaxpr.outvars[k]
+    return None
+
+
+def _constant_origin(scope: Scope, var: Var) -> set[str]:
+    """A constant that counts up is a count."""
+    value = dict(zip(scope.jaxpr.constvars, scope.jaxpr.consts, strict=False)).get(var)
+    if isinstance(value, np.ndarray) and value.size > 1 and np.issubdtype(value.dtype, np.integer):
+        steps = np.diff(value.reshape(-1, value.shape[-1]), axis=-1)
+        return {"count"} if steps.size and (steps == 1).all() else set()
+    return {"data"}
+
+
+MOVES = frozenset(
+    """
+    transpose reshape squeeze broadcast_in_dim slice dynamic_slice convert_element_type copy sharding_constraint reshard
+    stop_gradient optimization_barrier reduce_precision gather rev split unstack
+    """.split()
+)
+"""Primitives whose result i is their operand i (or their only operand) in another shape."""
+
+VALUES: dict[str, slice] = {
+    "gather": slice(0, 1),
+    "dynamic_slice": slice(0, 1),
+    "dynamic_update_slice": slice(0, 2),
+    "scatter": slice(0, 3, 2),
+    "select_n": slice(1, None),
+}
+"""Operands that the values of a result come from, where the others only say which."""
+
+COMPUTES = frozenset("dot_general sort top_k approx_top_k argmax argmin random_bits reduce_sum".split())
+"""Primitives whose integer results are no longer their operands' values."""
+
+
+def union(sets: Iterable[Iterable[Factor]]) -> Factors:
+    return frozenset(f for fs in sets for f in fs)
+
+
+def factors(dims: Iterable[Dim]) -> Factors:
+    return frozenset(f for dim in dims for f in dim)
+
+
+def _picked(dims: tuple[Dim, ...], axes: Iterable[int]) -> Factors:
+    return frozenset(f for i in axes for f in dims[i])
+
+
+def _others(dims: tuple[Dim, ...], axes: Iterable[int]) -> Factors:
+    out = frozenset(axes)
+    return frozenset(f for i, dim in enumerate(dims) if i not in out for f in dim)
+
+
+def _dot(e: Evidence, scope: Scope, index: int, eqn: JaxprEqn) -> None:
+    lhs, rhs = scope[eqn.invars[0]], scope[eqn.invars[1]]
+    (lc, rc), (lb, rb) = eqn.params["dimension_numbers"]
+    left, right = _others(lhs, (*lc, *lb)), _others(rhs, (*rc, *rb))
+    operands = (eqn.invars[0], eqn.invars[1])
+    e.dots.append(Dot(scope, operands, _picked(lhs, lb), _picked(lhs, lc), left, right))
+
+
+def _ragged_dot(e: Evidence, scope: Scope, index: int, eqn: JaxprEqn) -> None:
+    lhs, rhs = scope[eqn.invars[0]], scope[eqn.invars[1]]
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (lc, rc), (lb, rb) = numbers.dot_dimension_numbers
+    group = factors(scope[eqn.invars[2]][-1:])
+    left = _others(lhs, (*lc, *lb))
+    right = _others(rhs, (*rc, *rb, *numbers.rhs_group_dimensions))
+    operands = (eqn.invars[0], eqn.invars[1])
+    e.dots.append(Dot(scope, operands, _picked(lhs, lb), _picked(lhs, lc), left, right, group))
+
+
+def _conv(e: Evidence, scope: Scope, index: int, eqn: JaxprEqn) -> None:
+    lhs, rhs = scope[eqn.invars[0]], scope[eqn.invars[1]]
+    lhs_spec, rhs_spec, _ = eqn.params["dimension_numbers"]
+    image, kernel = _picked(lhs, lhs_spec[2:]), _picked(rhs, rhs_spec[2:])
+    taken, made = _picked(lhs, lhs_spec[1:2]), _picked(rhs, rhs_spec[:1])
+    operands = (eqn.invars[0], eqn.invars[1])
+    left = _picked(lhs, lhs_spec[:1]) | (image - kernel)
+    e.dots.append(Dot(scope, operands, taken & made, taken - made, left, made - taken))
+    e.convs.append(Conv(image, kernel, taken | made))
+
+
+def _gather(e: Evidence, scope: Scope, index: int, eqn: JaxprEqn) -> None:
+    operand = scope[eqn.invars[0]]
+    numbers = eqn.params["dimension_numbers"]
+    rows = _picked(operand, numbers.collapsed_slice_dims)
+    gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+    pick = Pick(scope, eqn.invars[0], eqn.invars[1], rows, _others(operand, gone), factors(operand))
+    e.picks.append(pick)
+
+
+def _dynamic_slice(e: Evidence, scope: Scope, index: int, eqn: JaxprEqn) -> None:
+    operand = scope[eqn.invars[0]]
+    single = [i for i, n in enumerate(eqn.params["slice_sizes"]) if n == 1 and operand[i]]
+    if len(single) == 1:
+        rows = _picked(operand, single)
+        where = eqn.invars[1 + single[0]]
+        e.indexed.append(Pick(scope, eqn.invars[0], where, rows, _others(operand, single), factors(operand)))
+
+
+def _maximum(e: Evidence, scope: Scope, index: int, eqn: JaxprEqn) -> None:
+    operand = scope[eqn.invars[0]]
+    axes = eqn.params["axes"]
+    e.maxima.append(Maximum(_picked(operand, axes), _others(operand, axes)))
+
+
+def _top_k(e: Evidence, scope: Scope, index: int, eqn: JaxprEqn) -> None:
+    operand = scope[eqn.invars[0]]
+    axis = eqn.params.get("axis", eqn.params.get("reduction_dimension", -1))
+    e.chosen |= factors([operand[axis]])
+
+
+def _eq(e: Evidence, scope: Scope, index: int, eqn: JaxprEqn) -> None:
+    aval = eqn.invars[0].aval
+    if aval.ndim and np.issubdtype(aval.dtype, np.integer):
+        e.compared.append((scope, eqn))
+
+
+def _scan(e: Evidence, scope: Scope, index: int, eqn: JaxprEqn) -> None:
+    consts, carry, _ = map(len, eqn.params["ft_in"].unpack())
+    carried = frozenset(f for v in eqn.invars[consts : consts + carry] for f in factors(scope[v]))
+    scanned = [scope[v] for v in eqn.invars[consts + carry :]]
+    stacked = [scope[v] for v in eqn.outvars[carry:]]
+    lead = frozenset(f for dims in (scanned + stacked)[:1] for f in dims[0])
+    e.scans.append(Scan(lead, carried, tuple(factors(dims[1:]) for dims in scanned)))
+
+
+Fact = Callable[[Evidence, Scope, int, JaxprEqn], None]
+
+FACTS: dict[str, Fact] = {
+    "dot_general": _dot,
+    "ragged_dot_general": _ragged_dot,
+    "conv_general_dilated": _conv,
+    "gather": _gather,
+    "dynamic_slice": _dynamic_slice,
+    "reduce_max": _maximum,
+    "argmax": _maximum,
+    "top_k": _top_k,
+    "approx_top_k": _top_k,
+    "eq": _eq,
+    "scan": _scan,
+}
+"""Primitives that say something about roles, and what is noted of each."""
+
+
+def one_hots(e: Evidence) -> Iterator[Factor]:
+    """Axes along which integers of the data are compared with a count: the classes of a one-hot encoding."""
+    for scope, eqn in e.compared:
+        for counted, other in (eqn.invars, eqn.invars[::-1]):
+            if isinstance(counted, Literal) or isinstance(other, Literal):
+                continue
+            along = _varies_along(e, scope, counted)
+            if along and "data" in (origin := e.origin(scope, other)) and "computed" not in origin:
+                yield from along - _varying(e, scope, other)
+
+
+def _varies_along(e: Evidence, scope: Scope, var: Any) -> Factors:
+    """The axis of an iota, broadcast."""
+    for where, eqn in _back(e, scope, var):
+        if eqn.primitive.name == "iota":
+            return factors([where[eqn.outvars[0]][eqn.params["dimension"]]])
+    return NONE
+
+
+def _varying(e: Evidence, scope: Scope, var: Any) -> Factors:
+    """The axes that a broadcast value had before."""
+    for where, eqn in _back(e, scope, var):
+        if eqn.primitive.name == "broadcast_in_dim":
+            return factors(where[eqn.invars[0]])
+    return factors(scope[var])
+
+
+def _back(e: Evidence, scope: Scope, var: Any) -> Iterator[tuple[Scope, JaxprEqn]]:
+    """The chain of equations with one operand that made a value, last first."""
+    while not isinstance(var, Literal):
+        index = e.definitions(scope).get(var)
+        if index is None:
+            outer = None if scope.parent is None else outside(scope, var)
+            if scope.parent is None or outer is None:
+                return
+            scope, var = scope.parent, outer
+            continue
+        eqn = scope.jaxpr.eqns[index]
+        inner = _inside(scope, index, eqn, var)
+        if inner is not None:
+            scope, var = inner
+            continue
+        yield scope, eqn
+        if eqn.primitive.name not in ("broadcast_in_dim", "convert_element_type", "reshape", "transpose"):
+            return
+        var = eqn.invars[0]
