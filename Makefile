@@ -47,11 +47,12 @@ clean:
 # Installed once; again when what is to be installed changes.
 $(VENV)/.installed-demo: EXTRAS := aot,models
 $(VENV)/.installed-test: EXTRAS := test
+$(VENV)/.installed-test: COVERS := $(VENV)/.installed-demo
 $(VENV)/.installed-%: setup.py | $(PYTHON)
 	@echo "make: installing xform[$(EXTRAS)] and what it needs into $(VENV) (minutes, the first time)"
 	@$(PYTHON) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m ensurepip
 	$(PYTHON) -m pip install -qq --disable-pip-version-check --editable '.[$(EXTRAS)]'
-	@touch $@
+	@touch $@ $(COVERS)
 
 $(PYTHON):
 	@sh .ci/make_venv $(VENV)

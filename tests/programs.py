@@ -1,8 +1,8 @@
 """Small programs that between them use every higher-order primitive, nested in each other.
 
-`Programs()` has one method a program; each takes a square matrix `w` [5, 5] and rows `x` [3, 5]. What they do at the
-bottom, `tanh` and `dot`, is an option, so that a rewrite of these is tested as before and after:
-a rule takes `Programs().scan` to `Programs(tanh=...).scan`.
+`Programs()` has one method a program; each takes a square matrix `w` [5, 5] and rows `x` [3, 5]. What they do
+at the bottom, `tanh` and `dot`, is an option, so that a rewrite of these is tested as before and after: a rule
+takes `Programs().scan` to `Programs(tanh=...).scan`.
 """
 
 from __future__ import annotations
@@ -271,9 +271,9 @@ NAMES = [
 """The programs; `softened` and `clipped` are parts of them."""
 
 DIFFERENTIABLE = (
-    "layer", "layers", "nested_jit", "scan", "scan_in_scan", "cond", "switch", "custom_jvp", "custom_jvp_in_scan",
-    "custom_vjp", "custom_vjp_differentiates", "custom_vjp_in_remat_in_scan", "remat", "vmapped", "gradient",
-    "gradient_of_gradient", "debug_print", "shard_map",
+    "layer", "layers", "nested_jit", "scan", "scan_in_scan", "cond", "switch", "custom_jvp",
+    "custom_jvp_in_scan", "custom_vjp", "custom_vjp_differentiates", "custom_vjp_in_remat_in_scan",
+    "remat", "vmapped", "gradient", "gradient_of_gradient", "debug_print", "shard_map",
 )  # fmt: skip
 """Those that can be differentiated from outside in reverse."""
 
@@ -283,16 +283,31 @@ DIFFERENTIATES = ("gradient", "gradient_of_gradient", "has_aux")
 
 def loss(program: Callable[..., Any]) -> Callable[..., Any]:
     """The program's floating-point results added up."""
+    return lambda w, x: _sum(program(w, x))
+
+
+def _sum(values: Any) -> Any:
+    floats = [y for y in jax.tree.leaves(values) if jnp.issubdtype(y.dtype, jnp.floating)]
+    return sum(jnp.sum(y * (i + 1)) for i, y in enumerate(floats))
+
+
+def with_gradients(program: Callable[..., Any]) -> Callable[..., Any]:
+    """The program's results and the gradients of their sum by both arguments, from one forward pass."""
 
     def summed(w, x):
-        leaves = jax.tree.leaves(program(w, x))
-        return sum(
-            jnp.sum(y * (i + 1)) for i, y in enumerate(leaves) if jnp.issubdtype(y.dtype, jnp.floating)
-        )
+        values = program(w, x)
+        return _sum(values), values
 
-    return summed
+    return lambda w, x: jax.value_and_grad(summed, (0, 1), has_aux=True)(w, x)
 
 
 def flat(f: Callable[..., Any]) -> Callable[..., list[Any]]:
     """The function with its results in a list."""
     return lambda *args: jax.tree.leaves(f(*args))
+
+
+def assert_same(one: Callable[..., Any], other: Callable[..., Any], *args: Any) -> None:
+    """Both functions give the same values, up to rounding; compiled together, which is quicker."""
+    a, b = jax.jit(lambda *args: (flat(one)(*args), flat(other)(*args)))(*args)
+    for x, y in zip(a, b, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Compiling for a TPU topology: figures reckoned by hand, the same stopped early as compiled to the end, errors."""
+"""Compiling for a TPU topology: figures reckoned by hand, the same early as at the end, errors."""
 
 import pathlib
 import subprocess
@@ -8,6 +8,9 @@ import threading
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import NamedSharding, PartitionSpec
 
 from xform import aot, topologies
@@ -38,7 +41,9 @@ def machine(name: str = "v5e:2x2", **ici: int) -> tuple[topologies.Topology, jax
     return topology, topologies.make_mesh(topology, ici or {"fsdp": -1})
 
 
-def struct(mesh: jax.sharding.Mesh, shape: tuple[int, ...], *spec: str | None) -> jax.ShapeDtypeStruct:
+def struct(
+    mesh: jax.sharding.Mesh, shape: tuple[int, ...], *spec: str | tuple[str, ...] | None
+) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P(*spec)))
 
 
@@ -168,8 +173,6 @@ def test_a_cube_of_v5p_gathers_along_its_torus():
 
 
 def test_a_kernel_is_listed_by_name():
-    from jax.experimental import pallas as pl
-
     def double(x_ref, out_ref):
         out_ref[...] = x_ref[...] * 2
 
@@ -198,7 +201,7 @@ def test_offloaded_residuals_lie_in_host_memory_and_cross_twice():
     )
 
     def body(x, weights):
-        hidden = jax.ad_checkpoint.checkpoint_name(jax.nn.relu(x @ weights["up"]), "hidden")
+        hidden = checkpoint_name(jax.nn.relu(x @ weights["up"]), "hidden")
         return x + hidden @ weights["down"], None
 
     def loss(weights, x):
@@ -230,12 +233,32 @@ def test_a_program_too_large_is_refused_with_its_largest_buffers_and_remedies():
     assert str(largest) in message and largest.what and "what would help: a Remat policy" in message
 
 
+def test_a_kernel_that_exceeds_its_own_memory_is_no_matter_of_device_memory():
+    def copy(x_ref, out_ref, scratch_ref):
+        scratch_ref[:64] = x_ref[...]
+        out_ref[...] = scratch_ref[:64]
+
+    def shard(x):
+        out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        scratch = pltpu.VMEM((1 << 20, 128), x.dtype)
+        return pl.pallas_call(copy, out_shape=out, scratch_shapes=[scratch], name="copy")(x)
+
+    topology, mesh = machine()
+    mapped = jax.shard_map(shard, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    with pytest.raises(aot.CompilerError, match="vmem"):
+        aot.compile_lowered(
+            jax.jit(mapped).lower(struct(mesh, (64, 128))), topology=topology, mesh=mesh, full=True
+        )
+
+
+@pytest.mark.slow  # two compilations
 def test_any_other_error_of_the_compiler_is_passed_on():
     topology, mesh = machine()
     call = jax.ffi.ffi_call("no_such_target", jax.ShapeDtypeStruct((64, 128), jnp.bfloat16))
     lowered = jax.jit(call).lower(struct(mesh, (64, 128)))
+    assert aot.compile_lowered(lowered, topology=topology, mesh=mesh).notes  # that it can't be seen yet
     with pytest.raises(aot.CompilerError, match="no_such_target"):
-        aot.compile_lowered(lowered, topology=topology, mesh=mesh)
+        aot.compile_lowered(lowered, topology=topology, mesh=mesh, full=True)
 
 
 def test_progress_is_told_and_an_interruption_leaves_nothing_behind(monkeypatch, scratch):
@@ -258,6 +281,7 @@ def test_a_child_that_dies_is_an_error_with_its_last_words(monkeypatch):
         aot.compile_lowered(gathering(mesh), topology=topology, mesh=mesh)
 
 
+@pytest.mark.slow  # two compilations at once
 def test_two_compilations_run_side_by_side_from_any_directory(monkeypatch, tmp_path):
     monkeypatch.chdir(pathlib.Path(tmp_path.anchor))
     topology, mesh = machine()

@@ -15,7 +15,7 @@ from xform import plans, registry
 from xform.errors import PlanError
 from xform.plan import Pass, Plan
 from xform.plans import maxtext
-from xform.plans.rules import MAXTEXT_RULES, MESH_AXES, RULE_FILES, of_file, restrict, table
+from xform.plans.rules import MAXTEXT_RULES, MESH_AXES, RULE_FILES, base_rules, restrict, table
 from xform.values import Frozen
 
 Option = str | bool | int | float | Sequence[Any] | Mapping[str, Any]
@@ -235,6 +235,7 @@ AXES = st.dictionaries(
     st.dictionaries(TEXT, TEXT),
 )
 @example({}, {}, [], {})
+@example({}, {}, [Sample(extra={"first": {"a": 1}, "then": 2, "last": {"b": 3}})], {})
 @example(
     {"fsdp": -1},
     {"data": -1},
@@ -459,7 +460,13 @@ def test_a_rule_file_departs_from_the_base_rules_in_known_names_on_axes_of_its_m
     for key, alternatives in file.departures.items():
         assert {axis for axes in alternatives for axis in axes} <= set(file.mesh), key
         assert alternatives != base[key], f"{key} is no departure"
-    assert of_file(name).keys() == base.keys()
+    assert base_rules(name).keys() == base.keys()
+
+
+def test_an_unknown_set_of_rules_is_answered_with_the_nearest() -> None:
+    assert base_rules() == table()
+    with pytest.raises(PlanError, match=r"no set of rules 'ep_as_pd' \(did you mean 'ep_as_dp'\?\)"):
+        base_rules("ep_as_pd")
 
 
 def test_a_small_mesh_drops_the_axes_of_a_rule_file_that_it_lacks() -> None:

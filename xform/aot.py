@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -182,7 +183,9 @@ def _outcome(directory: Path, full: bool, topology: Topology) -> tuple[str, dict
         log = (directory / "log.txt").read_text(errors="replace").strip()
         raise CompilerError(f"the compiler's process died:\n{_first_lines(log) or '(it said nothing)'}")
     message = error.read_text()
-    if "RESOURCE_EXHAUSTED" in message:
+    if re.search(
+        r"RESOURCE_EXHAUSTED.*\bhbm\b", message, re.DOTALL | re.IGNORECASE
+    ):  # not a kernel's own memory
         raise _out_of_memory(message, directory, topology)
     raise CompilerError(_first_lines(message))
 

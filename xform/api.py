@@ -1,8 +1,9 @@
 """`parallelize`: a function and a plan become a function that behaves like `jax.jit`, rewritten.
 
-On each new combination of argument types the function is traced (with the boundary up, when the plan has model-stage
-passes), the step-stage passes run over the whole program, and the result is copied into the trace that `jax.jit` has
-open. Dispatch, donation, static arguments and caching are therefore jit's own, and a call costs what jit costs.
+On each new combination of argument types the function is traced (with the boundary up, when the plan has
+model-stage passes), the step-stage passes run over the whole program, and the result is copied into the trace
+that `jax.jit` has open. Dispatch, donation, static arguments and caching are therefore jit's own, and a call
+costs what jit costs.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ class Stage:
 class Program:
     """One traced and rewritten form of a function, for one combination of argument types.
 
-    jaxpr: the program after all passes, over the flat arguments. stages: what each pass did, the model stage's first.
-    in_shardings and out_shardings: a layout a leaf, None where the plan says nothing. seconds: trace and rewrite.
+    jaxpr: the program after all passes, over the flat arguments. stages: what each pass did, the model
+    stage's first. in_shardings and out_shardings: a layout a leaf, None where the plan says nothing. seconds:
+    trace and rewrite.
     """
 
     jaxpr: Jaxpr
@@ -100,10 +102,11 @@ class Parallelized:
         return Lowered(program, lowered, self.mesh, seconds)
 
     def place(self, *args: Any) -> Any:
-        """The leading arguments on the mesh, laid out as the plan says: one argument gives it, several a tuple.
+        """The leading arguments on the mesh, laid out as the plan says: one argument gives it, several a
+        tuple.
 
-        Which dimension is what is known only from the whole program, so all arguments are needed, or an earlier
-        `trace`, `lower` or call with arguments of the same types. Raises PlanError otherwise.
+        Which dimension is what is known only from the whole program, so all arguments are needed, or an
+        earlier `trace`, `lower` or call with arguments of the same types. Raises PlanError otherwise.
         """
         program = self._program_for(args, "place")
         flat = [jax.tree.leaves(a) for a in args]
@@ -115,21 +118,27 @@ class Parallelized:
         return placed[0] if len(placed) == 1 else tuple(placed)
 
     def init(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`init_fn(*args)`, the function's first argument, born on the mesh: no device or host ever holds it whole."""
+        """`init_fn(*args)`, the function's first argument, born on the mesh: no device or host ever holds it
+        whole.
+        """
         shapes = jax.eval_shape(init_fn, *args, **kwargs)
         program = self._program_for((shapes,), "init")
         shardings = jax.tree.unflatten(jax.tree.structure(shapes), self._leading(program, 1))
         return jax.jit(init_fn, out_shardings=shardings)(*args, **kwargs)
 
     def shardings(self, *args: Any, **kwargs: Any) -> Any:
-        """The layout of the arguments, as a pair of trees like (args, kwargs), for a call with these arguments."""
+        """The layout of the arguments, as a pair of trees like (args, kwargs), for a call with these
+        arguments.
+        """
         program = self.trace(*args, **kwargs)
         return jax.tree.unflatten(program.in_tree, self._leading(program, None))
 
     # -------------------------------------------------------------- how a program comes about
 
     def _entry(self, seen: list[Program] | None = None) -> Callable[..., Any]:
-        """A fresh function for jit to trace: rewrites the user's function and copies the result into jit's trace."""
+        """A fresh function for jit to trace: rewrites the user's function and copies the result into jit's
+        trace.
+        """
 
         def entry(*args: Any, **kwargs: Any) -> Any:
             if jax.config.jax_disable_jit:
@@ -144,7 +153,9 @@ class Parallelized:
             outs = [_constrain(x, s) for x, s in zip(outs, program.out_shardings, strict=True)]
             return jax.tree.unflatten(program.out_tree, outs)
 
-        functools.update_wrapper(entry, self._fn, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
+        functools.update_wrapper(
+            entry, self._fn, assigned=("__module__", "__name__", "__qualname__", "__doc__")
+        )
         entry.__signature__ = getattr(self._fn, "__signature__", None) or _signature(self._fn)  # type: ignore[attr-defined]
         return entry
 
@@ -177,7 +188,9 @@ class Parallelized:
         def model(jaxpr: Jaxpr) -> Jaxpr:
             nonlocal spent
             start = time.perf_counter()
-            context = Context("model", self.mesh, report, _leaves(jaxpr.invars), _leaves(jaxpr.outvars), self.plan.axes)
+            context = Context(
+                "model", self.mesh, report, _leaves(jaxpr.invars), _leaves(jaxpr.outvars), self.plan.axes
+            )
             after = _run(jaxpr, model_passes, context, stages, " (model)")
             spent += time.perf_counter() - start
             return after
@@ -223,7 +236,9 @@ class Parallelized:
     def _leading(self, program: Program, count: int | None) -> list[Any]:
         """The layout of every leaf of the first `count` arguments (None: of all); static leaves have none."""
         replicated = NamedSharding(self.mesh, jax.sharding.PartitionSpec())
-        of_leaf = {leaf.path: s or replicated for leaf, s in zip(program.inputs, program.in_shardings, strict=True)}
+        of_leaf = {
+            leaf.path: s or replicated for leaf, s in zip(program.inputs, program.in_shardings, strict=True)
+        }
         found = []
         for path, _ in _paths(program.in_tree):
             number = _argument(path)
@@ -239,7 +254,9 @@ class Parallelized:
 
     def _program_for(self, args: Sequence[Any], verb: str) -> Program:
         """A program whose leading arguments are of these types."""
-        wanted = [(jax.tree.structure(a), [(np.shape(x), _dtype(x)) for x in jax.tree.leaves(a)]) for a in args]
+        wanted = [
+            (jax.tree.structure(a), [(np.shape(x), _dtype(x)) for x in jax.tree.leaves(a)]) for a in args
+        ]
         for program in reversed(list(self._programs.values())):
             positional, _ = jax.tree.unflatten(program.in_tree, range(program.in_tree.num_leaves))
             if len(positional) < len(args):
@@ -259,8 +276,9 @@ class Parallelized:
             return self.trace(*args)
         except TypeError as error:
             raise PlanError(
-                f"{verb} needs to know the whole program, since it is the program that says which dimension is what;"
-                f" {getattr(self._fn, '__name__', 'the function')} was not traced yet with arguments of these types."
+                f"{verb} needs to know the whole program, which says what each dimension is, and"
+                f" {getattr(self._fn, '__name__', 'the function')} was not traced yet with arguments of these"
+                " types."
                 " Call .trace(...) once with all arguments (jax.ShapeDtypeStructs will do;"
                 " jax.eval_shape(init_fn, key) gives a state's), or place all arguments together:"
                 f" state, batch = step.place(state, batch). ({error})"
@@ -300,10 +318,9 @@ def parallelize(
 ) -> Parallelized:
     """Rewrites `fn` as `plan` says; the result behaves like `jax.jit(fn, ...)` with the same options.
 
-    fn: any JAX function: a loss, a forward pass, a decode step, or a training step that differentiates inside.
-    devices: those to lay the mesh on; default `jax.devices()`.
-    Raises PlanError when the plan's mesh does not fit the devices, and, at the first call, when the plan cannot be
-    honoured for this program.
+    fn: any JAX function: a loss, a forward pass, a decode step, or a training step that differentiates
+    inside. devices: those to lay the mesh on; default `jax.devices()`. Raises PlanError when the plan's mesh
+    does not fit the devices, and, at the first call, when the plan cannot be honoured for this program.
     """
     mesh = make_mesh(list(devices) if devices is not None else jax.devices(), plan.mesh, plan.dcn)
     options = {
@@ -315,9 +332,7 @@ def parallelize(
     return Parallelized(fn, plan, mesh, {k: v for k, v in options.items() if v is not None})
 
 
-def _run(
-    jaxpr: Jaxpr, passes: Sequence[Pass], context: Context, stages: list[Stage], suffix: str
-) -> Jaxpr:
+def _run(jaxpr: Jaxpr, passes: Sequence[Pass], context: Context, stages: list[Stage], suffix: str) -> Jaxpr:
     for p in passes:
         before = jaxpr
         jaxpr = p.rewrite(jaxpr, context)
@@ -391,7 +406,9 @@ def _dtype(x: Any) -> Any:
 
 def _struct(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     aval = typeof(x) if not isinstance(x, jax.ShapeDtypeStruct) else x
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=getattr(aval, "weak_type", False))
+    return jax.ShapeDtypeStruct(
+        aval.shape, aval.dtype, sharding=sharding, weak_type=getattr(aval, "weak_type", False)
+    )
 
 
 def _constrain(x: Any, sharding: NamedSharding | None) -> Any:
@@ -399,10 +416,12 @@ def _constrain(x: Any, sharding: NamedSharding | None) -> Any:
 
 
 def _put(x: Any, sharding: NamedSharding | None) -> Any:
-    """x on the mesh. Across processes every one must hold the same whole value, and keeps only its own shards."""
+    """x on the mesh. Across processes every one must hold the same whole value, and keeps only its own
+    shards.
+    """
     if sharding is None:
         return x
-    if sharding.is_fully_addressable or isinstance(x, jax.Array) and not x.is_fully_addressable:
+    if sharding.is_fully_addressable or (isinstance(x, jax.Array) and not x.is_fully_addressable):
         return jax.device_put(x, sharding)
     if jax.dtypes.issubdtype(_dtype(x), jax.dtypes.prng_key):
         data = _put(jax.random.key_data(x), NamedSharding(sharding.mesh, sharding.spec))

@@ -22,6 +22,9 @@ from xform.factors import Cut, Factors, Raw, Shape
 from xform.higher_order import OPAQUE, bodies
 from xform.trace import Jaxpr, JaxprEqn, Literal, Var
 
+INDEXED = frozenset(("gather", "scatter", "scatter-add", "scatter_add"))
+"""Primitives that index an axis with integers."""
+
 Path = tuple[tuple[int, int], ...]
 """A call site: (equation index, body index) from the outermost program inward."""
 
@@ -53,7 +56,9 @@ class Scope:
     def __init__(self, axes: Axes, jaxpr: Jaxpr, parent: Scope | None, index: int, body: int) -> None:
         self.axes, self.jaxpr, self.parent, self.index, self.body = axes, jaxpr, parent, index, body
         self.raw: dict[Var, Shape] = {}
+        self.alias: dict[Var, tuple[int, Any]] = {}
         self.children: dict[tuple[int, int], Scope] = {}
+        self._made: dict[Any, JaxprEqn] | None = None
 
     def __getitem__(self, var: Var | Literal) -> tuple[Dim, ...]:
         """The factors of each dimension. Raises KeyError for a variable of another body."""
@@ -64,9 +69,25 @@ class Scope:
             return self.axes.factors.fresh(var.aval.shape) if var.aval.shape else ()
         return self.raw[var]
 
+    def identity(self, var: Any) -> tuple[int, Any]:
+        """The same for a variable in here and the one outside that it is."""
+        return self.alias.get(var, (id(self), var if isinstance(var, Var) else id(var)))
+
     def enter(self, eqn_index: int, body_index: int) -> Scope:
         """The scope of a body of one of the equations here. KeyError if the analysis did not go into it."""
         return self.children[eqn_index, body_index]
+
+    def count(self, indices: Any, k: int) -> JaxprEqn | None:
+        """The iota that is the k-th component of the indices of a gather, if it is one."""
+        if self._made is None:
+            self._made = {v: eqn for eqn in self.jaxpr.eqns for v in eqn.outvars}
+        eqn = self._made.get(indices)
+        if eqn is not None and eqn.primitive.name == "concatenate" and len(eqn.invars) > k:
+            eqn = self._made.get(eqn.invars[k])
+        while eqn is not None and eqn.primitive.name in ("broadcast_in_dim", "convert_element_type", "select_n"):
+            v = eqn.invars[1 if eqn.primitive.name == "select_n" else 0]
+            eqn = None if isinstance(v, Literal) else self._made.get(v)
+        return eqn if eqn is not None and eqn.primitive.name == "iota" else None
 
     @property
     def path(self) -> Path:
@@ -170,10 +191,16 @@ class _Walk:
 
     def __init__(self, axes: Axes) -> None:
         self.axes, self.f = axes, axes.factors
-        self.higher = {"scan": self._scan, "while": self._while, "cond": self._cond, "shard_map": self._shard_map}
+        self.rows: dict[tuple[Any, int, int], Raw] = {}  # what some integers index
+        self.higher = {
+            "scan": self._scan,
+            "while": self._while,
+            "cond": self._cond,
+            "shard_map": self._shard_map,
+        }
 
     def equations(self, scope: Scope) -> None:
-        raw, tie = scope.raw, self.f.tie
+        raw, meet = scope.raw, self.f.meet
         for index, eqn in enumerate(scope.jaxpr.eqns):
             name = eqn.primitive.name
             if name in ELEMENTWISE:
@@ -181,10 +208,7 @@ class _Walk:
                 for v in eqn.invars:
                     shape = raw[v] if type(v) is not Literal else scope.raw_of(v)
                     if shape and shape is not out:
-                        if not out:
-                            out = shape
-                        elif shape != out:
-                            tie(out, shape)
+                        out = meet(out, shape) if out else shape
                 raw[eqn.outvars[0]] = out
                 continue
             ins = [raw[v] if type(v) is not Literal else scope.raw_of(v) for v in eqn.invars]
@@ -195,10 +219,43 @@ class _Walk:
                 outs = self._inside(scope, index, eqn, ins)
             for var, shape in zip(eqn.outvars, outs, strict=True):
                 raw[var] = shape
+            if name in INDEXED:
+                self._indexed(scope, eqn, ins)
 
-    def body(self, scope: Scope, index: int, number: int, jaxpr: Jaxpr, args: Sequence[Shape]) -> list[Shape]:
-        """Walk a body at this call site; the dimensions of its results."""
+    def _indexed(self, scope: Scope, eqn: JaxprEqn, ins: list[Shape]) -> None:
+        """What the same integers index is the same axis: a table, and its gradient that they scatter into.
+
+        And what a count indexes is the axis that it counts: the first of x[arange(n), labels].
+        """
+        numbers = eqn.params["dimension_numbers"]
+        gather = eqn.primitive.name == "gather"
+        places = numbers.start_index_map if gather else numbers.scatter_dims_to_operand_dims
+        single = numbers.collapsed_slice_dims if gather else numbers.inserted_window_dims
+        indices, sizes = eqn.invars[1], _shape(eqn.invars[0])
+        for k, place in enumerate(places):
+            if place not in single:
+                continue
+            dim = ins[0][place]
+            self.f.tie_dim(dim, self.rows.setdefault((scope.identity(indices), k, sizes[place]), dim))
+            if len(places) > 1:
+                count = scope.count(indices, k)
+                if count is not None and count.params["shape"][count.params["dimension"]] == sizes[place]:
+                    self.f.tie_dim(dim, scope.raw[count.outvars[0]][count.params["dimension"]])
+
+    def body(
+        self,
+        scope: Scope,
+        index: int,
+        number: int,
+        jaxpr: Jaxpr,
+        args: Sequence[Shape],
+        operands: Sequence[Any] = (),
+    ) -> list[Shape]:
+        """Walk a body at this call site; the dimensions of its results. The first inputs are the operands."""
         inner = self.axes._scope(jaxpr, scope, index, number)
+        for v, operand in zip(jaxpr.invars, operands, strict=False):
+            if _is_integers(v):
+                inner.alias[v] = scope.identity(operand)
         for v in jaxpr.constvars:
             inner.raw[v] = self.f.fresh(getattr(v.aval, "shape", ()))
         inner.raw.update(zip(jaxpr.invars, args, strict=True))
@@ -214,7 +271,12 @@ class _Walk:
         if name not in OPAQUE:
             inner = bodies(eqn)
             if len(inner) == 1 and _is_call(eqn, inner[0]):
-                return self.body(scope, index, 0, inner[0], ins)
+                outs = self.body(scope, index, 0, inner[0], ins, eqn.invars)
+                below = scope.children[index, 0]
+                for v, result in zip(eqn.outvars, inner[0].outvars, strict=True):
+                    if _is_integers(v):
+                        scope.alias[v] = below.identity(result)
+                return outs
         self.axes.unruled[name] = self.axes.unruled.get(name, 0) + 1
         return fresh(self.f, eqn, ins)
 
@@ -227,7 +289,7 @@ class _Walk:
         for dim in scanned[1:]:
             self.f.tie_dim(lead, dim)
         args = [*ins[:first], *(dims[1:] for dims in ins[first:])]
-        outs = self.body(scope, index, 0, eqn.params["jaxpr"], args)
+        outs = self.body(scope, index, 0, eqn.params["jaxpr"], args, eqn.invars[:consts])
         for before, after in zip(ins[consts:first], outs, strict=False):
             self.f.tie(before, after)
         return [*outs[:carry], *((lead, *dims) for dims in outs[carry:])]
@@ -245,7 +307,8 @@ class _Walk:
 
     def _cond(self, scope: Scope, index: int, eqn: JaxprEqn, ins: list[Shape]) -> list[Shape]:
         branches = eqn.params["branches"]
-        outs = [self.body(scope, index, i, branch, ins[1:]) for i, branch in enumerate(branches)]
+        operands = eqn.invars[1:]
+        outs = [self.body(scope, index, i, b, ins[1:], operands) for i, b in enumerate(branches)]
         for other in outs[1:]:
             for a, b in zip(outs[0], other, strict=True):
                 self.f.tie(a, b)
@@ -303,3 +366,7 @@ def _is_call(eqn: JaxprEqn, body: Jaxpr) -> bool:
 
 def _shape(v: Var | Literal) -> Any:
     return getattr(v.aval, "shape", None)
+
+
+def _is_integers(v: Var) -> bool:
+    return bool(_shape(v)) and getattr(v.aval.dtype, "kind", "") == "i"

@@ -184,7 +184,9 @@ def _pad(f: Factors, eqn: JaxprEqn, ins: list[Shape]) -> list[Shape]:
     """Each dimension becomes part of a larger one; a negative amount takes a part."""
     dims = []
     sizes = zip(eqn.invars[0].aval.shape, _sizes(eqn), strict=True)
-    for dim, (low, high, inner), (size, total) in zip(ins[0], eqn.params["padding_config"], sizes, strict=True):
+    for dim, (low, high, inner), (size, total) in zip(
+        ins[0], eqn.params["padding_config"], sizes, strict=True
+    ):
         kept = size if inner else size + min(low, 0) + min(high, 0)
         if (low, high, inner) == (0, 0, 0):
             dims.append(dim)
@@ -364,11 +366,16 @@ def _names(names: str, rule: Rule) -> dict[str, Rule]:
 
 
 RULES: dict[str, Rule] = {
-    **_names("iota empty empty2 axis_index platform_index random_seed rng_uniform create_token rng_bit_generator", fresh),
+    **_names(
+        "iota empty empty2 axis_index platform_index random_seed rng_uniform create_token rng_bit_generator",
+        fresh,
+    ),
     **_names("optimization_barrier psum pmax pmin ppermute pbroadcast psum_invariant tie dce_sink", _each),
     **_names("cumsum cumprod cummax cummin cumlogsumexp rev sort", _same),
     **_names("random_clone freeze ref new_ref", _first),
-    **_names("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin", _reduce),
+    **_names(
+        "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin", _reduce
+    ),
     **_names("scatter scatter-add scatter_add scatter_sub scatter_mul scatter_min scatter_max", _scatter),
     **_names("reduce_window reduce_window_sum reduce_window_max reduce_window_min", _reduce_window),
     **_names("random_bits random_split random_wrap random_unwrap", _leading),

@@ -1,7 +1,7 @@
 """Runs the original program on one device and the rewritten one on N, and compares what comes out.
 
-A training step (its first result is its first argument's next value) is run several times, state fed back; a loss (a
-float scalar) is compared with its gradients by the first argument; anything else by its results.
+A training step (its first result is its first argument's next value) is run several times, state fed back; a
+loss (a float scalar) is compared with its gradients by the first argument; anything else by its results.
 """
 
 from __future__ import annotations
@@ -31,21 +31,24 @@ TOLERANCE = {
     "bfloat16": 6e-2,
     "float16": 1e-2,
 }
-"""Largest error allowed, relative to the tensor's largest value, by the coarsest float type in the program."""
+"""Largest error allowed, relative to the tensor's largest value, by the coarsest float type in the
+program.
+"""
 
 
 CONDITIONING = 8.0
-"""A tensor beyond the tolerance still agrees when the original, its arguments nudged by one unit in the last place,
-moves an eighth as far: a gradient that is nothing but rounding, which Adam then blows up to a full step."""
+"""A tensor beyond the tolerance still agrees when the original, its arguments nudged by one unit in the last
+place, moves an eighth as far: a gradient that is nothing but rounding, which Adam then blows up to a full
+step."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Result:
     """Errors are over all compared tensors: absolute, and relative to the largest value of the tensor.
 
-    first_difference: the first tensor beyond what is allowed, as `step 2: [0].params['w']`, or None. worst: the tensor
-    with the largest relative error. excused: tensors beyond the tolerance but within CONDITIONING times what the
-    original moves them by itself when its arguments are nudged in the last place.
+    first_difference: the first tensor beyond what is allowed, as `step 2: [0].params['w']`, or None. worst:
+    the tensor with the largest relative error. excused: tensors beyond the tolerance but within CONDITIONING
+    times what the original moves them by itself when its arguments are nudged in the last place.
     """
 
     ok: bool
@@ -67,7 +70,11 @@ class Result:
             f"{verdict}: {self.kind}, {self.compared} tensors compared; largest error"
             f" {self.max_abs_error:.3g} absolute, {self.max_rel_error:.3g} of the tensor's largest value"
             f" (at {self.worst}; allowed {self.tolerance:g})"
-            + (f"; {self.excused} tensors are no better determined by the original itself" if self.excused else "")
+            + (
+                f"; {self.excused} tensors are no better determined by the original itself"
+                if self.excused
+                else ""
+            )
         )
 
 
@@ -83,8 +90,9 @@ def check(
 ) -> Result:
     """Compares `fn(*args)` on one device with `parallelize(fn, plan)(*args)` on `devices` (default: all).
 
-    args: arrays, or ShapeDtypeStructs, for which arrays are made (`xform.targets.materialize`). steps: how many times
-    a training step is run. tolerance: relative to each tensor's largest value; default by the coarsest float type.
+    args: arrays, or ShapeDtypeStructs, for which arrays are made (`xform.targets.materialize`). steps: how
+    many times a training step is run. tolerance: relative to each tensor's largest value; default by the
+    coarsest float type.
     """
     fn, kind = _comparable(fn, args)
     jaxpr = jax.make_jaxpr(fn)(*args)
@@ -92,12 +100,14 @@ def check(
     args = materialize(tuple(args), jaxpr, roles, seed)
     allowed = tolerance if tolerance is not None else _tolerance(jaxpr)
     rewritten = parallelize(fn, plan, devices=devices)
-    here = jax.devices("cpu")[0] if devices is None else list(devices)[0]
+    here = jax.devices("cpu")[0] if devices is None else next(iter(devices))
     turns = steps if kind == "training step" else 1
     original = jax.jit(fn)
     compare = _Comparison(allowed)
     expected = list(_run(original, jax.device_put(args, here), turns))
-    for turn, (want, got) in enumerate(zip(expected, _run(rewritten, _placed(rewritten, args), turns), strict=True)):
+    for turn, (want, got) in enumerate(
+        zip(expected, _run(rewritten, _placed(rewritten, args), turns), strict=True)
+    ):
         compare.trees(want, got, f"step {turn + 1}: " if kind == "training step" else "")
     if compare.beyond():
         nudged = jax.device_put(_nudged(args, seed), here)
@@ -189,7 +199,8 @@ class _Comparison:
     def trees(self, expected: Any, got: Any, prefix: str) -> None:
         if jax.tree.structure(expected) != jax.tree.structure(got):
             raise RewriteError(
-                f"the rewritten program returns {jax.tree.structure(got)}, the original {jax.tree.structure(expected)}"
+                f"the rewritten program returns {jax.tree.structure(got)},"
+                f" the original {jax.tree.structure(expected)}"
             )
         for (path, x), (_, y) in zip(_flat(expected), _flat(got), strict=True):
             name = prefix + (jax.tree_util.keystr(path) or "result")
@@ -226,7 +237,9 @@ class _Comparison:
 
 
 def _distance(a: np.ndarray, b: np.ndarray) -> float:
-    """The largest difference; infinite where types differ, or one is not finite and the other is another thing."""
+    """The largest difference; infinite where types differ, or one is not finite and the other is another
+    thing.
+    """
     if a.shape != b.shape or a.dtype != b.dtype:
         return float("inf")
     if not a.size:

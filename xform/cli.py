@@ -1,4 +1,5 @@
-"""The command line: the axes of a program, what a plan does to it, whether it is still right, what a TPU makes of it.
+"""The command line: the axes of a program, what a plan does to it, whether it is still right, what a TPU
+makes of it.
 
     xform axes    TARGET                              which dimensions are what
     xform explain TARGET --plan P PATH                why a tensor is laid out as it is
@@ -7,8 +8,8 @@
     xform aot     TARGET --plan P --topology v5e-16   compiled for a TPU, without one
     xform passes                                      every pass and its options
 
-TARGET is `module:factory`; `-s key=value` gives the factory's options. A plan is `--plan FILE.toml`, `--plan PRESET:SIZE`,
-or `--mesh fsdp=4,tensor=4` with any number of `--use pass:option=value`.
+TARGET is `module:factory`; `-s key=value` gives the factory's options. A plan is `--plan FILE.toml`, `--plan
+PRESET:SIZE`, or `--mesh fsdp=4,tensor=4` with any number of `--use pass:option=value`.
 """
 
 from __future__ import annotations
@@ -62,10 +63,16 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
     def with_plan(sub: Any, devices: bool = True) -> Any:
         sub.add_argument("--plan", help="a TOML file, or a preset with its sizes: fsdp:16")
-        sub.add_argument("--mesh", default="", help="axes and sizes: fsdp=4,tensor=4; dcn.data=2 between slices")
-        sub.add_argument("--use", action="append", default=[], help="a pass with options: remat:policy=minimal")
+        sub.add_argument(
+            "--mesh", default="", help="axes and sizes: fsdp=4,tensor=4; dcn.data=2 between slices"
+        )
+        sub.add_argument(
+            "--use", action="append", default=[], help="a pass with options: remat:policy=minimal"
+        )
         if devices:
-            sub.add_argument("--devices", type=int, help="virtual CPU devices (default: as many as the mesh says, or 8)")
+            sub.add_argument(
+                "--devices", type=int, help="virtual CPU devices (default: as many as the mesh says, or 8)"
+            )
         return sub
 
     sub = command("axes", axes, "Print which dimensions are the same axis, and what each is.")
@@ -90,7 +97,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
     sub = with_plan(command("aot", aot, "Compile for a TPU topology and report."), devices=False)
     sub.add_argument("--topology", required=True, help="v5e-16, v5p-128, v5p:4x4x4, 2xv5e-256 ...")
-    sub.add_argument("--full", action="store_true", help="compile to the end: peak memory and estimated cycles too")
+    sub.add_argument(
+        "--full", action="store_true", help="compile to the end: peak memory and estimated cycles too"
+    )
     sub.add_argument("--donate", default="auto", help="arguments whose memory is reused: auto, none, or 0,2")
     sub.add_argument("--save-hlo", metavar="FILE", help="write the scheduled module")
     sub.add_argument("--json", action="store_true")
@@ -127,12 +136,16 @@ def explain(options: argparse.Namespace) -> None:
     found = [p for p in paths if p == options.path] or [p for p in paths if options.path in p]
     if not found:
         near = difflib.get_close_matches(options.path, paths, 3, 0.3)
-        raise PlanError(f"no input is called {options.path!r}; did you mean {' or '.join(near or paths[:3])}?")
+        raise PlanError(
+            f"no input is called {options.path!r}; did you mean {' or '.join(near or paths[:3])}?"
+        )
     specs = dict(zip(paths, program.in_shardings, strict=True))
     leaves = {leaf.path: leaf for leaf in program.inputs}
     for path in found:
         spec = specs[path]
-        print(f"{path}: {leaves[path].aval.str_short()} {spec.spec if spec is not None else '(no pass lays it out)'}")
+        print(
+            f"{path}: {leaves[path].aval.str_short()} {spec.spec if spec is not None else '(no pass lays it out)'}"
+        )
         if path in program.reasons:
             print(f"  {program.reasons[path]}")
 
@@ -278,7 +291,9 @@ def _parallelized(options: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _donated(option: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[int, ...]:
-    """The arguments to donate; auto: each whose next value is among the results, as a training step's state."""
+    """The arguments to donate; auto: each whose next value is among the results, as a training step's
+    state.
+    """
     import jax
 
     if option == "none":
@@ -290,7 +305,9 @@ def _donated(option: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> tupl
             raise PlanError(f"--donate {option}: auto, none, or numbers such as 0,2") from None
 
     def types(tree: Any) -> Any:
-        return jax.tree.structure(tree), [(x.shape, x.dtype) for x in jax.tree.leaves(tree) if hasattr(x, "shape")]
+        return jax.tree.structure(tree), [
+            (x.shape, x.dtype) for x in jax.tree.leaves(tree) if hasattr(x, "shape")
+        ]
 
     out = jax.eval_shape(fn, *args)
     results = [types(o) for o in (out if isinstance(out, tuple) else (out,))] + [types(out)]

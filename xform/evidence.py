@@ -8,7 +8,7 @@ the factors on each side. Two questions are answered by following values backwar
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -45,11 +45,13 @@ class Dot:
 
 @dataclasses.dataclass(frozen=True)
 class Conv:
-    """The factors of a convolution's windows, in the image and in the kernel, and of its features."""
+    """A convolution: the factors it slides over, of the kernel, of those of the kernel that cut patches; features; all."""
 
     image: Factors
     kernel: Factors
+    patch: Factors
     features: Factors
+    sides: tuple[Factors, Factors]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,9 +91,11 @@ class Maximum:
 class Scan:
     """A scan: its leading factors, and the factors of what it carries and of each thing it scans over."""
 
+    scope: Scope
     lead: Factors
     carry: Factors
     scanned: tuple[Factors, ...]
+    operands: tuple[Any, ...]
 
 
 class Evidence:
@@ -163,7 +167,19 @@ class Evidence:
 
     def origin(self, scope: Scope, var: Any) -> frozenset[str]:
         """Where integers come from: "data" (an input), "count" (iota, cumsum), "computed", or nothing (constants)."""
-        found: set[str] = set()
+        return frozenset(kind for kind, _, _ in self.origins(scope, var))
+
+    def chosen_from(self, scope: Scope, var: Any) -> Factors:
+        """The axes into which integers point that a top_k or argmax made."""
+        found = NONE
+        for _, where, eqn in self.origins(scope, var):
+            if eqn is not None and eqn.primitive.name in CHOOSES:
+                operand = where[eqn.invars[0]]
+                found |= factors(operand[axis] for axis in CHOOSES[eqn.primitive.name](eqn.params))
+        return found
+
+    def origins(self, scope: Scope, var: Any) -> Iterator[tuple[str, Scope, JaxprEqn | None]]:
+        """The equations, or inputs, that the values of an integer array come from."""
         seen: set[tuple[int, Var]] = set()
         todo: list[tuple[Scope, Any]] = [(scope, var)]
         while todo:
@@ -177,9 +193,9 @@ class Evidence:
                 if scope.parent is not None and outer is not None:
                     todo.append((scope.parent, outer))
                 elif scope.parent is None and var in scope.jaxpr.constvars:
-                    found |= _constant_origin(scope, var)
+                    yield from ((kind, scope, None) for kind in _constant_origin(scope, var))
                 else:
-                    found.add("data")
+                    yield "data", scope, None
                 continue
             eqn = scope.jaxpr.eqns[index]
             inner = _inside(scope, index, eqn, var)
@@ -187,12 +203,11 @@ class Evidence:
             if inner is not None:
                 todo.append(inner)
             elif name in ("iota", "cumsum"):
-                found.add("count")
+                yield "count", scope, eqn
             elif name in COMPUTES:
-                found.add("computed")
+                yield "computed", scope, eqn
             else:
                 todo.extend((scope, v) for v in eqn.invars[VALUES.get(name, slice(None))])
-        return frozenset(found)
 
 
 def outside(scope: Scope, var: Var) -> Any | None:
@@ -248,7 +263,15 @@ VALUES: dict[str, slice] = {
 }
 """Operands that the values of a result come from, where the others only say which."""
 
-COMPUTES = frozenset("dot_general sort top_k approx_top_k argmax argmin random_bits reduce_sum".split())
+CHOOSES: dict[str, Callable[[dict[str, Any]], Sequence[int]]] = {
+    "top_k": lambda p: (p["axis"],),
+    "approx_top_k": lambda p: (p["reduction_dimension"],),
+    "argmax": lambda p: p["axes"],
+    "argmin": lambda p: p["axes"],
+}
+"""Primitives that point into an axis, and which."""
+
+COMPUTES = frozenset((*CHOOSES, "dot_general", "sort", "random_bits", "reduce_sum"))
 """Primitives whose integer results are no longer their operands' values."""
 
 
@@ -296,7 +319,9 @@ def _conv(e: Evidence, scope: Scope, index: int, eqn: JaxprEqn) -> None:
     operands = (eqn.invars[0], eqn.invars[1])
     left = _picked(lhs, lhs_spec[:1]) | (image - kernel)
     e.dots.append(Dot(scope, operands, taken & made, taken - made, left, made - taken))
-    e.convs.append(Conv(image, kernel, taken | made))
+    pairs = [(lhs[i], rhs[j]) for i, j in zip(lhs_spec[2:], rhs_spec[2:], strict=True)]
+    patch = frozenset(f for a, b in pairs if b and len(a) > len(b) and a[-len(b) :] == b for f in b)
+    e.convs.append(Conv(image, kernel, patch, taken | made, (factors(lhs), factors(rhs))))
 
 
 def _gather(e: Evidence, scope: Scope, index: int, eqn: JaxprEqn) -> None:
@@ -325,8 +350,7 @@ def _maximum(e: Evidence, scope: Scope, index: int, eqn: JaxprEqn) -> None:
 
 def _top_k(e: Evidence, scope: Scope, index: int, eqn: JaxprEqn) -> None:
     operand = scope[eqn.invars[0]]
-    axis = eqn.params.get("axis", eqn.params.get("reduction_dimension", -1))
-    e.chosen |= factors([operand[axis]])
+    e.chosen |= factors(operand[axis] for axis in CHOOSES[eqn.primitive.name](eqn.params))
 
 
 def _eq(e: Evidence, scope: Scope, index: int, eqn: JaxprEqn) -> None:
@@ -341,7 +365,8 @@ def _scan(e: Evidence, scope: Scope, index: int, eqn: JaxprEqn) -> None:
     scanned = [scope[v] for v in eqn.invars[consts + carry :]]
     stacked = [scope[v] for v in eqn.outvars[carry:]]
     lead = frozenset(f for dims in (scanned + stacked)[:1] for f in dims[0])
-    e.scans.append(Scan(lead, carried, tuple(factors(dims[1:]) for dims in scanned)))
+    operands = tuple(eqn.invars[consts + carry :])
+    e.scans.append(Scan(scope, lead, carried, tuple(factors(dims[1:]) for dims in scanned), operands))
 
 
 Fact = Callable[[Evidence, Scope, int, JaxprEqn], None]
@@ -362,15 +387,14 @@ FACTS: dict[str, Fact] = {
 """Primitives that say something about roles, and what is noted of each."""
 
 
-def one_hots(e: Evidence) -> Iterator[Factor]:
-    """Axes along which integers of the data are compared with a count: the classes of a one-hot encoding."""
+def one_hots(e: Evidence) -> Iterator[tuple[Factors, Scope, Any]]:
+    """Axes along which integers are compared with a count, and the integers: the classes of a one-hot encoding."""
     for scope, eqn in e.compared:
         for counted, other in (eqn.invars, eqn.invars[::-1]):
-            if isinstance(counted, Literal) or isinstance(other, Literal):
-                continue
-            along = _varies_along(e, scope, counted)
-            if along and "data" in (origin := e.origin(scope, other)) and "computed" not in origin:
-                yield from along - _varying(e, scope, other)
+            if not isinstance(counted, Literal) and not isinstance(other, Literal):
+                along = _varies_along(e, scope, counted) - _varying(e, scope, other)
+                if along:
+                    yield along, scope, other
 
 
 def _varies_along(e: Evidence, scope: Scope, var: Any) -> Factors:

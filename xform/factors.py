@@ -70,6 +70,17 @@ class Factors:
                 if x != y:
                     self.tie_dim(x, y)
 
+    def meet(self, a: Shape, b: Shape) -> Shape:
+        """Two arrays in one elementwise operation, where a dimension of size 1 is broadcast; the result's dimensions."""
+        if a == b:
+            return a
+        shape = []
+        for x, y in zip(a, b, strict=True):
+            if x and y and x != y:
+                self.tie_dim(x, y)
+            shape.append(x or y)
+        return tuple(shape)
+
     def tie_dim(self, a: Raw, b: Raw) -> None:
         """Two dimensions of one size. Products are refined against each other as far as their boundaries agree."""
         if len(a) == 1 and len(b) == 1:

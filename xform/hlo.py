@@ -1,4 +1,4 @@
-"""Reads HLO text into instructions, types and trip counts; changes nothing.
+"""Reads HLO text into computations, instructions and types; changes nothing.
 
 `parse` takes the text XLA prints for a module, scheduled or not, and keeps of every instruction what can be
 asked of it: its opcode, operands, type and attributes. Both spellings of a tuple's element are understood,

@@ -41,9 +41,7 @@ Value = int | Carry | Compare | Both | None
 Bind = Callable[[int, hlo.Path], Value]
 """The value of a computation's parameter, by number and path."""
 
-_SAME = frozenset(
-    ["copy", "bitcast", "convert", "reshape", "optimization-barrier", "copy-done", "copy-start"]
-)
+_SAME = frozenset(["copy", "bitcast", "convert", "reshape", "optimization-barrier"])
 _FLIPPED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE", "NE": "NE", "EQ": "EQ"}
 
 

@@ -1,8 +1,9 @@
 """What each input of a program is to it: a parameter, optimizer state, or data.
 
-Told from the dataflow, never from names. Data has a batch or length axis. Of the rest, what flows into an activation
-(anything with a batch or length axis) is a parameter; what meets only parameters and their gradients, and never reaches
-an activation, is the optimizer's: a moment, a count. In a loss or a forward pass there is no optimizer state.
+Told from the dataflow, never from names. Data has a batch or length axis. Of the rest, what flows into an
+activation (anything with a batch or length axis) is a parameter; what meets only parameters and their
+gradients, and never reaches an activation, is the optimizer's: a moment, a count. In a loss or a forward pass
+there is no optimizer state.
 """
 
 from __future__ import annotations
@@ -11,13 +12,11 @@ from typing import Literal
 
 from xform.axes import Scope
 from xform.higher_order import bodies, carries, operands
+from xform.logical import ACTIVATION
 from xform.roles import Roles
 from xform.trace import Jaxpr, JaxprEqn, Var
 
 Kind = Literal["parameter", "optimizer", "data"]
-
-ACTIVATION = frozenset({"batch", "length", "kv_length"})
-"""Roles that only activations and data have."""
 
 
 def is_activation(roles: Roles, scope: Scope, var: Var) -> bool:
@@ -41,10 +40,10 @@ def kinds(jaxpr: Jaxpr, roles: Roles) -> list[Kind]:
 
 
 def _reaching(jaxpr: Jaxpr, scope: Scope, roles: Roles, live_out: frozenset[int] = frozenset()) -> set[Var]:
-    """The variables of a body that flow into an activation, or into those of its outputs numbered in live_out."""
-    reaching: set[Var] = {
-        v for i, v in enumerate(jaxpr.outvars) if i in live_out and isinstance(v, Var)
-    }
+    """The variables of a body that flow into an activation, or into those of its outputs numbered in
+    live_out.
+    """
+    reaching: set[Var] = {v for i, v in enumerate(jaxpr.outvars) if i in live_out and isinstance(v, Var)}
     for index in range(len(jaxpr.eqns) - 1, -1, -1):
         eqn = jaxpr.eqns[index]
         inner = bodies(eqn)
@@ -58,7 +57,9 @@ def _reaching(jaxpr: Jaxpr, scope: Scope, roles: Roles, live_out: frozenset[int]
 def _through(
     eqn: JaxprEqn, index: int, inner: list[Jaxpr], scope: Scope, roles: Roles, reaching: set[Var]
 ) -> set[Var]:
-    """The operands of an equation with bodies that flow into an activation inside it, or through it into one after."""
+    """The operands of an equation with bodies that flow into an activation inside it, or through it into one
+    after.
+    """
     live = frozenset(i for i, v in enumerate(eqn.outvars) if v in reaching)
     found: set[Var] = set()
     for number, body in enumerate(inner):

@@ -184,12 +184,11 @@ def _fitted(each: Pass) -> Pass:
 
 
 def _changed(each: Pass) -> dict[str, Any]:
-    """The options of a pass that are not at their default."""
+    """The options of a pass that are not at their default, tables last, as TOML has them."""
     assert dataclasses.is_dataclass(each)
-    values = {field: getattr(each, field.name) for field in dataclasses.fields(each) if field.init}
-    return {
-        field.name: value for field, value in values.items() if value != freeze(registry.default_of(field))
-    }
+    defaults = {f.name: freeze(registry.default_of(f)) for f in dataclasses.fields(each) if f.init}
+    changed = [(name, getattr(each, name)) for name in defaults if getattr(each, name) != defaults[name]]
+    return dict(sorted(changed, key=lambda item: isinstance(item[1], Mapping)))
 
 
 def _table(value: Any, where: str) -> dict[str, Any]:

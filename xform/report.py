@@ -1,6 +1,7 @@
 """What every pass did to a program, what it left alone and why, and what it promised of the compiled result.
 
-The report is the log: nothing else prints. Passes call `did`, `declined` and `promised`; the command line and `Lowered.report()` render it.
+The report is the log: nothing else prints. Passes call `did`, `declined` and `promised`; the command line and
+`Lowered.report()` render it.
 """
 
 from __future__ import annotations

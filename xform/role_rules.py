@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
-from xform.axes import Factor
-from xform.evidence import Dot, Evidence, Factors, Maximum, Pick, Scan, factors, one_hots, union
+from xform.axes import Factor, Scope
+from xform.evidence import Conv, Dot, Evidence, Factors, Maximum, Pick, Scan, factors, one_hots, union
 from xform.trace import Var
 
 
@@ -66,6 +67,11 @@ class Known:
                 if self.e.source(dot.scope, dot.operands[side]) is not None:
                     found.append((dot, side))
         return found
+
+    @cached_property
+    def convs(self) -> list[Conv]:
+        """Convolutions of an activation with a kernel; those that make a kernel's gradient are none."""
+        return [conv for conv in self.e.convs if [*map(self.is_activation, conv.sides)] == [True, False]]
 
     @cached_property
     def uses(self) -> list[tuple[Var, Factors]]:
@@ -171,7 +177,21 @@ class Known:
 
     @cached_property
     def one_hots(self) -> Factors:
-        return frozenset(one_hots(self.e))
+        """Classes into which the data's integers point."""
+        return union(along for along, scope, v in one_hots(self.e) if self.points_from_data(scope, v))
+
+    def points_from_data(self, scope: Scope, integers: Any) -> bool:
+        origin = self.e.origin(scope, integers)
+        return "data" in origin and "computed" not in origin
+
+    def choices(self, among: Factors) -> Iterator[Factors]:
+        """Axes into which integers point that a top_k or argmax chose among these: one-hot classes, and indexed rows."""
+        for along, scope, v in one_hots(self.e):
+            if self.e.chosen_from(scope, v) & among:
+                yield along
+        for pick in self.e.picks:
+            if self.e.chosen_from(pick.scope, pick.indices) & among:
+                yield pick.rows & self.weights
 
 
 def _is_data(v: Var) -> bool:
@@ -194,7 +214,7 @@ def _expanded(use: Factors) -> Iterator[Factors]:
 
 def _batch(k: Known) -> Iterable[Factor]:
     """The axis of the data that pairs each example with itself: where two activations meet, it is batched, not free."""
-    for candidates in (k.candidates, _everywhere(k)):
+    for candidates in (k.candidates, *_everywhere(k)):
         plus, minus = _paired(k, candidates)
         if plus - minus:
             return plus - minus if minus else _first(k, plus)
@@ -221,31 +241,33 @@ def _paired(k: Known, candidates: Factors) -> tuple[Factors, Factors]:
 
 
 def _first(k: Known, allowed: Factors) -> list[Factor]:
-    """What is allowed of the dimension that leads most of the inputs that have any of it."""
+    """What is allowed of the dimension that leads most of the inputs, those of integers if they have it."""
     root = k.e.axes.root
-    variables = k.data if allowed <= k.candidates else root.jaxpr.invars
+    integers = allowed <= k.candidates
     votes: Counter[tuple[Factor, ...]] = Counter()
-    for v in variables:
+    for v in k.data if integers else root.jaxpr.invars:
         dims = [tuple(f for f in dim if f in allowed) for dim in root[v]]
-        leading = dims[:1] if variables is not k.data else [dim for dim in dims if dim][:1]
-        votes.update(dim for dim in leading if dim)
-    return list(max(votes, key=lambda dim: votes[dim])) if votes else []
+        if integers or len(dims) > 1:
+            votes.update([dim for dim in (dims if integers else dims[:1]) if dim][:1])
+    return list(max(votes, key=votes.__getitem__)) if votes else []
 
 
-def _everywhere(k: Known) -> Factors:
-    """Without integers to go by: the axes in every dot that none contracts, or else that no result has."""
+def _everywhere(k: Known) -> list[Factors]:
+    """Without integers to go by: the axes in every dot, at best free in all of them and no result's."""
     if not k.e.dots:
-        return frozenset()
+        return []
+    root = k.e.axes.root
     common = frozenset.intersection(*(d.result | d.contract for d in k.e.dots))
     free = common - union(d.contract for d in k.e.dots)
-    root = k.e.axes.root
-    return free or common - union(factors(root[v]) for v in root.jaxpr.outvars)
+    out = union(factors(root[v]) for v in root.jaxpr.outvars)
+    return [free - out, common - out, free]
 
 
 def _microbatches(k: Known) -> Iterable[Factor]:
-    """A scan over data that carries no example: each step takes some of the batch."""
+    """A scan over data, and nothing else of the examples, that carries none: each step takes some of the batch."""
     for scan in k.e.scans:
-        if any(s & k.batch for s in scan.scanned) and not scan.carry & k.batch:
+        data = [k.e.source(scan.scope, v) for v, fs in zip(scan.operands, scan.scanned, strict=True) if fs & k.batch]
+        if data and all(source is not None for source in data) and not scan.carry & k.batch:
             yield from scan.lead & k.candidates
 
 
@@ -270,7 +292,7 @@ def _vocab(k: Known) -> Iterable[Factor]:
     """The axis of the logits along which the data's labels pick, and the rows of the table that its integers index."""
     for pick in k.e.picks:
         if pick.rows & k.weights and k.is_activation(pick.factors):
-            if "data" in (origin := k.e.origin(pick.scope, pick.indices)) and "computed" not in origin:
+            if k.points_from_data(pick.scope, pick.indices):
                 yield from pick.rows & k.weights
     yield from k.one_hots & k.weights
     rows = [pick.rows for pick, origin in _tables_of_data(k)]
@@ -332,13 +354,14 @@ def _kv_heads(k: Known) -> Iterable[Factor]:
 
 
 def _kv_length(k: Known) -> Iterable[Factor]:
-    """What a softmax runs over, for queries along another axis, or for a single one if it is no axis of the data."""
+    """What a softmax runs over, for queries along another axis, or for a single one if it is not the tokens' axis."""
+    tokens = union(pick.index_factors for pick, _ in _tables_of_data(k))
     found: set[Factor] = set()
     for maximum, keys in k.softmaxes:
         queries = maximum.rest & k.lengths
         if keys & maximum.rest:
             continue
-        if queries - found or (not queries and not keys & k.data_axes):
+        if queries - found or (not queries and not keys & tokens):
             found |= keys
             yield from keys
 
@@ -355,7 +378,9 @@ def _experts(k: Known) -> Iterable[Factor]:
     routed = union(m.reduced for m in k.e.maxima) | k.e.chosen
     made = union(dot.result & dot.sides[side] for dot, side in k.weight_dots if not dot.batch)
     batched = union(dot.batch & dot.sides[side] for dot, side in k.weight_dots)
-    yield from made & (k.e.chosen | (routed & batched))
+    experts = made & (k.e.chosen | (routed & batched))
+    yield from experts
+    yield from union(k.choices(experts))
 
 
 def _residual(k: Known) -> Iterable[Factor]:
@@ -368,6 +393,7 @@ def _residual(k: Known) -> Iterable[Factor]:
         most = max((k.count[f] for f in rest), default=0)
         yield from (f for f in rest if k.count[f] == most)
     if not k.score_dots and not k.having("embed"):
+        aside |= union(conv.features for conv in k.convs)
         ranked = sorted(((n, f) for f, n in k.count.items() if f not in aside), key=lambda nf: -nf[0])
         if len(ranked) > 1 and ranked[0][0] > ranked[1][0] and ranked[0][0] > 2:
             yield ranked[0][1]
@@ -378,13 +404,14 @@ def _residual(k: Known) -> Iterable[Factor]:
 
 def _mlp(k: Known) -> Iterable[Factor]:
     """Made from the residual stream by one weight and contracted back to it by another. If no stream is known: between
-    two weights."""
-    embed, experts = k.having("embed"), k.having("experts")
-    named = frozenset(k.role)
+    two weights, but for the features of convolutions."""
+    embed = k.having("embed")
+    others = embed | k.having("experts") if embed else k.having("experts", "vocab")
+    named = frozenset(k.role) | (frozenset() if embed else union(conv.features for conv in k.convs))
     partners: dict[Factor, set[Var]] = {}
     for source, use in k.uses:
         hidden = use - named
-        if (use & embed or not embed) and use - hidden <= embed | experts and len(use) > 1:
+        if len(use) > 1 and use - hidden <= others and (use & embed or not embed):
             for f in hidden:
                 partners.setdefault(f, set()).add(source)
     freed = union(d.result & d.sides[side] for d, side in k.weight_dots)
@@ -443,32 +470,27 @@ def _rows(k: Known) -> Iterable[Factor]:
 
 def _patch(k: Known) -> Iterable[Factor]:
     """The window of a convolution that steps from one patch to the next."""
-    for conv in k.e.convs:
-        yield from conv.image & conv.kernel
+    return union(conv.patch for conv in k.convs)
 
 
 def _images(k: Known) -> Iterable[Factor]:
     """What a convolution of two dimensions or more slides over."""
-    for conv in k.e.convs:
-        if len(conv.image) > 1:
-            yield from conv.image - k.having("patch")
+    return union(conv.image for conv in k.convs if len(conv.image) > 1)
 
 
 def _spatial(k: Known) -> Iterable[Factor]:
-    for conv in k.e.convs:
-        yield from conv.image
+    """What a convolution slides over."""
+    return union(conv.image for conv in k.convs)
 
 
 def _kernel(k: Known) -> Iterable[Factor]:
     """The window of any other convolution."""
-    for conv in k.e.convs:
-        yield from conv.kernel
+    return union(conv.kernel for conv in k.convs)
 
 
 def _channels(k: Known) -> Iterable[Factor]:
     """Features that a convolution takes or makes."""
-    for conv in k.e.convs:
-        yield from conv.features
+    return union(conv.features for conv in k.convs)
 
 
 def _length(k: Known) -> Iterable[Factor]:

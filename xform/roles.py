@@ -132,9 +132,13 @@ class Roles:
         for (role, size), fs in groups.items():
             inputs = [place for f in fs for place in places.get(f, ())]
             lines = [_where(first[f]) for f in fs if f in first]
-            rows.append(Row(role, size, len(fs), len(inputs), tuple(inputs[:examples]), lines[0] if lines else ""))
+            rows.append(
+                Row(role, size, len(fs), len(inputs), tuple(inputs[:examples]), lines[0] if lines else "")
+            )
         order = {role: i for i, role in enumerate(ROLES)}
-        return sorted(rows, key=lambda row: (order.get(row.role, len(order)), row.role.endswith(("_part", "_whole"))))
+        return sorted(
+            rows, key=lambda row: (order.get(row.role, len(order)), row.role.endswith(("_part", "_whole")))
+        )
 
 
 def find_roles(axes: Axes, names: Mapping[str, Any] | None = None, inputs: Sequence[str] = ()) -> Roles:
@@ -157,7 +161,9 @@ def find_roles(axes: Axes, names: Mapping[str, Any] | None = None, inputs: Seque
     for place, role in said:
         for f in _at(axes, place, inputs):
             if named.setdefault(f, role) != role:
-                raise PlanError(f"axes: {place} is named {role}, but the same axis is named {named[f]} elsewhere")
+                raise PlanError(
+                    f"axes: {place} is named {role}, but the same axis is named {named[f]} elsewhere"
+                )
     known = Known(Evidence(axes))
     known.role.update(named)
     for role, rule in RULES:
@@ -177,37 +183,39 @@ def describe(jaxpr: Jaxpr, in_paths: Sequence[str], names: Mapping[str, Any] | N
 
 
 def _made_names(axes: Axes, named: Mapping[Factor, str]) -> dict[Factor, str]:
-    """Sums, parts and wholes after what they are of; the rest axis0, axis1 ..., those of the inputs first."""
+    """Parts, wholes and sums after what they are of; the rest axis0, axis1 ..., those of the inputs first."""
     inputs = [f for v in axes.jaxpr.invars for dim in axes.root[v] for f in dim]
-    todo = [f for f in dict.fromkeys([*inputs, *axes.all()]) if f not in named]
-    made: dict[Factor, str] = dict(named)
+    every = list(dict.fromkeys([*inputs, *axes.all()]))
+    made = dict(named)
+    for f in every:
+        _name_parts(f, made)
     changed = True
     while changed:
         changed = False
-        for f in todo:
-            if f not in made:
-                name = _sum_name(f, made)
-                if name:
-                    made[f] = name
-                    changed = True
-    for f in [*named, *todo]:
-        _name_parts(f, made)
-    for f in todo:
-        if f not in made:
-            role = next((made[g] for _, dim in f.parts if len(dim) == 1 for g in dim if g in named), None)
-            whole = None if role else axes.whole(f)
-            if role:
-                made[f] = f"{role}_whole"
-            elif whole is not None and whole in made:
-                made[f] = _part_of(made[whole])
-            _name_parts(f, made)
-    rest = (f for f in todo if f not in made)
+        for f in every:
+            name = "" if f in made else _sum_name(f, made) or _part_or_whole(axes, f, made)
+            if name:
+                made[f] = name
+                _name_parts(f, made)
+                changed = True
+    rest = (f for f in every if f not in made)
     return {**made, **{f: f"axis{i}" for i, f in enumerate(rest)}}
 
 
 def _sum_name(f: Factor, made: Mapping[Factor, str]) -> str:
-    if f.sum and all(g in made for dim in f.sum for g in dim):
+    """What a sum is the sum of, where something is known of each part, or a part is of size 1."""
+    if any(f.sum) and all(g in made for dim in f.sum for g in dim):
         return "+".join("*".join(made[g] for g in dim) or "1" for dim in f.sum)
+    return ""
+
+
+def _part_or_whole(axes: Axes, f: Factor, made: Mapping[Factor, str]) -> str:
+    whole = axes.whole(f)
+    if whole is not None and whole in made:
+        return _part_of(made[whole])
+    for _, dim in f.parts:
+        if len(dim) == 1 and dim[0] in made and not f.sum:
+            return made[dim[0]] if made[dim[0]].endswith("_whole") else f"{made[dim[0]]}_whole"
     return ""
 
 
@@ -215,7 +223,7 @@ def _name_parts(f: Factor, made: dict[Factor, str]) -> None:
     if f in made:
         for _, dim in f.parts:
             for g in dim:
-                if g not in made and g is not f:
+                if g not in made:
                     made[g] = _part_of(made[f])
                     _name_parts(g, made)
 
@@ -241,9 +249,13 @@ def _at(axes: Axes, place: str, paths: Sequence[str]) -> Dim:
 def _find(axes: Axes, place: Any, paths: Sequence[str]) -> tuple[Var, int, int | None]:
     match = Place.match(place) if isinstance(place, str) else None
     if match is None:
-        raise PlanError(f"axes: {place!r} is no place; write an input's path and a dimension: \"['params']['w1'][1]\"")
+        raise PlanError(
+            f"axes: {place!r} is no place; write an input's path and a dimension: \"['params']['w1'][1]\""
+        )
     path, dimension = match["path"], int(match["dimension"])
-    hits = [i for i, p in enumerate(paths) if p == path] or [i for i, p in enumerate(paths) if p.endswith(path)]
+    hits = [i for i, p in enumerate(paths) if p == path] or [
+        i for i, p in enumerate(paths) if p.endswith(path)
+    ]
     if not path or len(hits) != 1:
         near = [paths[i] for i in hits[:5]] or difflib.get_close_matches(path, paths, n=3, cutoff=0.3)
         what = "several inputs" if len(hits) > 1 else "no input"

@@ -27,8 +27,8 @@ from xform.trace import Jaxpr, Literal, Var
 def load(target: str, options: Sequence[str] = ()) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The function and arguments of `module:factory` with options `key=value`.
 
-    The current directory is searched as well. Raises PlanError, saying what there is, for a module, a factory or an
-    option that does not exist.
+    The current directory is searched as well. Raises PlanError, saying what there is, for a module, a factory
+    or an option that does not exist.
     """
     module_name, colon, name = target.partition(":")
     if not colon or not name:
@@ -77,9 +77,9 @@ def _option(text: str) -> tuple[str, Any]:
 def materialize(args: Any, jaxpr: Jaxpr, roles: Roles, seed: int = 0) -> Any:
     """Arrays for the ShapeDtypeStructs among `args`, a tree whose leaves are the inputs of `jaxpr` in order.
 
-    Parameters are normal, scaled by the square root of what they are contracted over so that activations keep their
-    size; optimizer state is zero, as at the start; integers are below what they index (a vocabulary), or 0 and 1 where
-    they index nothing (segments, masks). Arrays are left as they are.
+    Parameters are normal, scaled by the square root of what they are contracted over so that activations keep
+    their size; optimizer state is zero, as at the start; integers are below what they index (a vocabulary),
+    or 0 and 1 where they index nothing (segments, masks). Arrays are left as they are.
     """
     leaves, tree = jax.tree.flatten(args)
     bounds = index_bounds(jaxpr)
@@ -109,8 +109,29 @@ def _array(x: jax.ShapeDtypeStruct, kind: str, bound: int, rng: np.random.Genera
 
 
 _CARRIES_INDICES = frozenset(
-    "convert_element_type reshape broadcast_in_dim squeeze slice concatenate transpose copy expand_dims select_n"
-    " add sub max min clamp pad rev dynamic_slice stop_gradient sharding_constraint split".split()
+    [
+        "convert_element_type",
+        "reshape",
+        "broadcast_in_dim",
+        "squeeze",
+        "slice",
+        "concatenate",
+        "transpose",
+        "copy",
+        "expand_dims",
+        "select_n",
+        "add",
+        "sub",
+        "max",
+        "min",
+        "clamp",
+        "pad",
+        "rev",
+        "dynamic_slice",
+        "stop_gradient",
+        "sharding_constraint",
+        "split",
+    ]
 )
 
 

@@ -180,7 +180,9 @@ def equation_type(eqn: JaxprEqn) -> tuple[list[Any], Any]:
     with eqn.ctx.manager:
         typecheck = core.custom_typechecks.get(primitive)
         if typecheck is not None:
-            outs, effs = typecheck(lambda: (core.JaxprPpContext(), core.JaxprPpSettings()), *eqn.invars, **eqn.params)
+            outs, effs = typecheck(
+                lambda: (core.JaxprPpContext(), core.JaxprPpSettings()), *eqn.invars, **eqn.params
+            )
         else:
             outs, effs = primitive.abstract_eval(*avals, **eqn.params)
     outs = list(outs) if primitive.multiple_results or typecheck is not None else [outs]

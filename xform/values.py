@@ -193,13 +193,18 @@ def toml_key(key: str) -> str:
 
 
 def toml_table(header: str, table: Mapping[str, Any], prefix: str) -> list[str]:
-    """The lines of a table: its header, its plain values, then its inner tables under `prefix.key`."""
+    """The lines of a table: its header, its values in order, its last inner tables under `prefix.key`.
+
+    TOML has plain values before inner tables: an inner table that a plain value follows is written on one
+    line.
+    """
+    plain = [i for i, value in enumerate(table.values()) if not isinstance(value, Mapping)]
+    head = max(plain, default=-1) + 1
     lines = [header]
-    for key, value in table.items():
-        if not isinstance(value, Mapping):
+    for i, (key, value) in enumerate(table.items()):
+        if i < head:
             lines.append(f"{toml_key(key)} = {toml(value, f'[{prefix}] {key}')}")
-    for key, value in table.items():
-        if isinstance(value, Mapping):
+        else:
             inner = f"{prefix}.{toml_key(key)}"
             lines += ["", *toml_table(f"[{inner}]", value, inner)]
     return lines

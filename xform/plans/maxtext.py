@@ -10,7 +10,7 @@ from __future__ import annotations
 from xform import registry
 from xform.errors import PlanError
 from xform.plan import Plan
-from xform.plans.rules import MESH_AXES, RULE_FILES, of_file, restrict, table
+from xform.plans.rules import MESH_AXES, RULE_FILES, base_rules, restrict
 
 
 def base(**sizes: int) -> Plan:
@@ -69,7 +69,7 @@ def shard_exp_on_fsdp(
 
 def _of(name: str, sizes: dict[str, int]) -> Plan:
     mesh = _mesh(name, RULE_FILES[name].mesh, sizes)
-    mine, base = restrict(of_file(name), mesh), restrict(table(), mesh)
+    mine, base = restrict(base_rules(name), mesh), restrict(base_rules(), mesh)
     departures = {key: axes for key, axes in mine.items() if axes != base[key]}
     return Plan(mesh, (registry.find("shard")(rules=departures),))
 

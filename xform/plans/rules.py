@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
+from xform.registry import unknown
+
 MESH_AXES: tuple[str, ...] = (
     "diloco",
     "data",
@@ -255,6 +257,13 @@ def restrict(rules: Mapping[str, Sequence[Sequence[str]]], mesh: Collection[str]
     return kept
 
 
-def of_file(name: str) -> Rules:
-    """All rules of one of MaxText's preset rule files, on the axes of its mesh."""
+def base_rules(name: str = "maxtext") -> Rules:
+    """A whole set of rules by name: MaxText's base rules, or one of its rule files on the axes of its mesh.
+
+    Raises `PlanError` for another name.
+    """
+    if name == "maxtext":
+        return table()
+    if name not in RULE_FILES:
+        raise unknown("set of rules", name, ("maxtext", *RULE_FILES))
     return restrict(table(), RULE_FILES[name].mesh) | dict(RULE_FILES[name].departures)

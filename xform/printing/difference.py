@@ -15,7 +15,8 @@ from xform.higher_order import bodies
 from xform.printing import listing
 from xform.printing.compare import Match, Step, compare
 from xform.printing.listing import Line, Names, is_empty
-from xform.printing.spell import spell
+from xform.printing.phrases import SILENT
+from xform.printing.spell import spell, type_text
 from xform.trace import DropVar, Jaxpr, JaxprEqn, Literal, Var
 
 Mark = OneOf[" ", "+", "-", "~", "."]
@@ -152,7 +153,7 @@ class _Writer:
     def __init__(self) -> None:
         self.rows: list[DiffLine] = []
         self.seen: dict[tuple[Jaxpr, Jaxpr], str] = {}
-        self.alone: dict[Jaxpr, str] = {}
+        self.alone: dict[tuple[Mark, Jaxpr], str] = {}
 
     def put(
         self,
@@ -242,7 +243,8 @@ class _Writer:
         if step.changed:
             old_line = listing.eqn_line(old, before, depth)
             self.put("-", old_line, parent, changed=True)
-            note = _difference(old, new) if old_line.text == new_line.text else ""
+            same_text = old_line.text == new_line.text
+            note = _difference(old, new, before, after) if same_text else ""
             at = self.put("+", new_line, parent, changed=True, note=note)
         else:
             at = self.put(" ", new_line, parent, rewired=step.rewired)
@@ -319,11 +321,11 @@ class _Writer:
         body, inner = bodies(eqn)[number], names.body(index, number)
         if is_empty(body):
             return
-        if body in self.alone:
-            self.put(mark, listing.again_line(eqn, number, depth + 1, self.alone[body], body), at)
+        if (mark, body) in self.alone:
+            self.put(mark, listing.again_line(eqn, number, depth + 1, self.alone[mark, body], body), at)
             return
         if body.eqns:
-            self.alone[body] = listing.called_so(eqn, names)
+            self.alone[mark, body] = listing.called_so(eqn, names)
         under = self.put(mark, listing.body_line(eqn, number, body, inner, depth + 1), at)
         for k, inside in enumerate(body.eqns):
             deeper = self.put(mark, listing.eqn_line(inside, inner, depth + 2), under)
@@ -339,11 +341,21 @@ def _same_exit(match: Match, k: int) -> bool:
     return match.origin.get(new) is old or match.stands_for.get(new) is old
 
 
-def _difference(old: JaxprEqn, new: JaxprEqn) -> str:
-    """The parameters that differ, for two equations whose lines read alike."""
+def _difference(old: JaxprEqn, new: JaxprEqn, before: Names, after: Names) -> str:
+    """What differs between two equations whose lines read alike: parameters, operands that are not shown."""
     found = []
     for name in {**old.params, **new.params}:
         a, b = spell(old.params.get(name)), spell(new.params.get(name))
-        if a != b:
+        if a != b and name not in SILENT:
             found.append(f"{name}: {a} -> {b}")
-    return "; ".join(found)
+    operands = zip(map(before.name, old.invars), map(after.name, new.invars), strict=False)
+    found += [f"operand {k}: {a} -> {b}" for k, (a, b) in enumerate(operands) if a != b]
+    types = zip(*([type_text(v.aval) for v in eqn.outvars] for eqn in (old, new)), strict=False)
+    found += [f"result {k}: {a} -> {b}" for k, (a, b) in enumerate(types) if a != b]
+    for what, many in (
+        ("operands", (len(old.invars), len(new.invars))),
+        ("results", (len(old.outvars), len(new.outvars))),
+    ):
+        if many[0] != many[1]:
+            found.append(f"{many[0]} {what} -> {many[1]}")
+    return "; ".join(found[:4]) + ("; ..." if len(found) > 4 else "")

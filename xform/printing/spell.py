@@ -72,6 +72,8 @@ def spell(value: Any) -> str:
     memory."""
     if value is None or isinstance(value, (bool, int, float, complex, str)):
         return str(value)
+    if isinstance(value, np.generic):
+        return str(value)
     if isinstance(value, enum.Enum):
         return value.name
     if isinstance(value, PartitionSpec):

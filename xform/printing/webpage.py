@@ -215,10 +215,7 @@ class _Page:
         """The first and the last program, all of it, folded."""
         if not stages:
             return []
-        if changes:
-            first = [DiffLine(" ", row.line) for row in changes[0][1] if row.mark in " -~"]
-        else:
-            first = [DiffLine(" ", line) for line in listing.lines(stages[0][1])]
+        first = [DiffLine(" ", line) for line in listing.lines(stages[0][1])]
         ends = [("before", "The whole program as it came", first)]
         if changes:
             last = [DiffLine(" ", row.line) for row in changes[-1][1] if row.mark in " +~"]

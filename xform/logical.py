@@ -1,0 +1,98 @@
+"""What MaxText would call each dimension of a value: its logical name, for the rules that say where it lies.
+
+A weight's dimension has its role's name, refined by what else the weight has: the embed of a norm's scale is
+`norm`, of an attention projection `embed_attn`, of a table of the vocabulary `embed_vocab`, of an expert
+`embed_moe`. An activation's is `activation_` and its role, with `activation_norm_length` for the length of
+the residual stream. Source: MaxText 0.2.5, configs/base.yml and the layers that name their axes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from xform.axes import Factor, Scope
+from xform.roles import Roles
+from xform.trace import Literal, Var
+
+ACTIVATION = frozenset({"batch", "length", "kv_length"})
+"""Roles that only data and activations have."""
+
+HEADS = frozenset({"heads", "kv_heads", "q_group"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Named:
+    """A dimension for the rules.
+
+    name: the logical name, or None where the role has none (it could not be told, or the size is 1).
+    role: the role of its major factor. size: how far it can be split, the size of that factor (of all heads
+    together).
+    """
+
+    name: str | None
+    role: str
+    size: int
+
+
+def logical_names(roles: Roles, scope: Scope, var: Var | Literal) -> list[Named]:
+    """The logical name of each dimension of a value."""
+    dims, factors = roles.of(scope, var), scope[var]
+    flat = {role for dim in dims for role in dim}
+    active = bool(flat & ACTIVATION)
+    found = []
+    for dim, parts in zip(dims, factors, strict=True):
+        if not dim:
+            found.append(Named(None, "", 1))
+            continue
+        role, size = _heads(dim, parts) if dim[0] in HEADS else (dim[0], parts[0].size)
+        if not roles.is_told(parts[0]) and not parts[0].sum:
+            found.append(Named(None, role, size))
+            continue
+        name = _of_activation(role, flat) if active else _of_weight(role, flat, len(dims))
+        found.append(Named(name, role, size))
+    return found
+
+
+def _heads(dim: Sequence[str], parts: Sequence[Factor]) -> tuple[str, int]:
+    """kv_heads·q_group together are the query heads."""
+    size, count = 1, 0
+    for role, part in zip(dim, parts, strict=True):
+        if role not in HEADS:
+            break
+        size *= part.size
+        count += 1
+    return ("heads" if count > 1 else dim[0]), size
+
+
+def _of_weight(role: str, flat: set[str], rank: int) -> str:
+    experts = "experts" in flat
+    match role:
+        case "embed" if rank == 1 or flat <= {"embed", "layers"}:
+            return "norm"
+        case "embed" if experts:
+            return "embed_moe" if "mlp" in flat else "embed_router"
+        case "embed" if flat & HEADS:
+            return "embed_attn"
+        case "embed" if "vocab" in flat:
+            return "embed_vocab"
+        case "mlp" if experts:
+            return "mlp_moe"
+        case "experts":
+            return "exp"
+        case "head_dim":
+            return "kv_head_dim"
+    return role
+
+
+def _of_activation(role: str, flat: set[str]) -> str:
+    match role:
+        case "batch" if "vocab" in flat or flat <= ACTIVATION:
+            return "activation_embed_and_logits_batch"
+        case "length" if "embed" in flat or flat <= ACTIVATION:
+            return "activation_norm_length"
+        case "experts":
+            return "activation_exp"
+        case "head_dim":
+            return "activation_kv_head_dim"
+    return f"activation_{role}"
