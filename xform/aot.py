@@ -183,9 +183,8 @@ def _outcome(directory: Path, full: bool, topology: Topology) -> tuple[str, dict
         log = (directory / "log.txt").read_text(errors="replace").strip()
         raise CompilerError(f"the compiler's process died:\n{_first_lines(log) or '(it said nothing)'}")
     message = error.read_text()
-    if re.search(
-        r"RESOURCE_EXHAUSTED.*\bhbm\b", message, re.DOTALL | re.IGNORECASE
-    ):  # not a kernel's own memory
+    device_memory = re.search(r"RESOURCE_EXHAUSTED.*\bhbm\b", message, re.DOTALL | re.IGNORECASE)
+    if device_memory:  # and not a kernel's own, vmem
         raise _out_of_memory(message, directory, topology)
     raise CompilerError(_first_lines(message))
 

@@ -84,7 +84,11 @@ class Scope:
         eqn = self._made.get(indices)
         if eqn is not None and eqn.primitive.name == "concatenate" and len(eqn.invars) > k:
             eqn = self._made.get(eqn.invars[k])
-        while eqn is not None and eqn.primitive.name in ("broadcast_in_dim", "convert_element_type", "select_n"):
+        while eqn is not None and eqn.primitive.name in (
+            "broadcast_in_dim",
+            "convert_element_type",
+            "select_n",
+        ):
             v = eqn.invars[1 if eqn.primitive.name == "select_n" else 0]
             eqn = None if isinstance(v, Literal) else self._made.get(v)
         return eqn if eqn is not None and eqn.primitive.name == "iota" else None

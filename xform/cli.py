@@ -142,10 +142,9 @@ def explain(options: argparse.Namespace) -> None:
     specs = dict(zip(paths, program.in_shardings, strict=True))
     leaves = {leaf.path: leaf for leaf in program.inputs}
     for path in found:
-        spec = specs[path]
-        print(
-            f"{path}: {leaves[path].aval.str_short()} {spec.spec if spec is not None else '(no pass lays it out)'}"
-        )
+        sharding = specs[path]
+        spec = "no pass lays it out" if sharding is None else sharding.spec
+        print(f"{path}: {leaves[path].aval.str_short()} {spec}")
         if path in program.reasons:
             print(f"  {program.reasons[path]}")
 

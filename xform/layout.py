@@ -44,8 +44,8 @@ class Layout:
         """Raises PlanError when the mesh has no such axis."""
         if axis not in self.sizes:
             raise PlanError(
-                f"shard: {who} names the mesh axis {axis!r}; the mesh has {', '.join(self.sizes) or 'no axes'}."
-                " Add the axis to [mesh], or take it out of the rule"
+                f"shard: {who} names the mesh axis {axis!r}; the mesh has"
+                f" {', '.join(self.sizes) or 'no axes'}. Add the axis to [mesh], or take it out of the rule"
             )
 
     def spec(self, dims: Sequence[Named], where: str, partial: bool = False) -> tuple[PartitionSpec, str]:
@@ -146,8 +146,8 @@ class Layout:
             met = ", ".join(sorted(self._met))
             if strict:
                 raise PlanError(
-                    f"shard: the rule {name!r} matches nothing in this program, whose dimensions are called {met}."
-                    " Take it out, or set strict = false"
+                    f"shard: the rule {name!r} matches nothing in this program,"
+                    f" whose dimensions are called {met}. Take it out, or set strict = false"
                 )
             self.report.declined("shard", f"rule {name}", "no dimension of this program has that name")
         for axis, size in self.sizes.items():

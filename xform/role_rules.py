@@ -266,7 +266,11 @@ def _everywhere(k: Known) -> list[Factors]:
 def _microbatches(k: Known) -> Iterable[Factor]:
     """A scan over data, and nothing else of the examples, that carries none: each step takes some of the batch."""
     for scan in k.e.scans:
-        data = [k.e.source(scan.scope, v) for v, fs in zip(scan.operands, scan.scanned, strict=True) if fs & k.batch]
+        data = [
+            k.e.source(scan.scope, v)
+            for v, fs in zip(scan.operands, scan.scanned, strict=True)
+            if fs & k.batch
+        ]
         if data and all(source is not None for source in data) and not scan.carry & k.batch:
             yield from scan.lead & k.candidates
 

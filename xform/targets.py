@@ -46,7 +46,8 @@ def load(target: str, options: Sequence[str] = ()) -> tuple[Callable[..., Any], 
         names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
         near = difflib.get_close_matches(name, names, 3)
         raise PlanError(
-            f"target {target!r}: {module_name} has no factory {name!r}; did you mean {' or '.join(near or names[:8])}?"
+            f"target {target!r}: {module_name} has no factory {name!r};"
+            f" did you mean {' or '.join(near or names[:8])}?"
         )
     keywords = dict(_option(o) for o in options)
     try:
@@ -77,9 +78,10 @@ def _option(text: str) -> tuple[str, Any]:
 def materialize(args: Any, jaxpr: Jaxpr, roles: Roles, seed: int = 0) -> Any:
     """Arrays for the ShapeDtypeStructs among `args`, a tree whose leaves are the inputs of `jaxpr` in order.
 
-    Parameters are normal, scaled by the square root of what they are contracted over so that activations keep
-    their size; optimizer state is zero, as at the start; integers are below what they index (a vocabulary),
-    or 0 and 1 where they index nothing (segments, masks). Arrays are left as they are.
+    Float data is between 0 and 1; parameters are normal, scaled by the square root of what they are
+    contracted over so that activations keep their size; optimizer state is zero, as at the start; integers
+    are below what they index (a vocabulary), or 0 and 1 where they index nothing (segments, masks). Arrays
+    are left as they are.
     """
     leaves, tree = jax.tree.flatten(args)
     bounds = index_bounds(jaxpr)
@@ -100,39 +102,36 @@ def _array(x: jax.ShapeDtypeStruct, kind: str, bound: int, rng: np.random.Genera
         return jnp.asarray(rng.integers(0, 2, x.shape), x.dtype)
     if jnp.issubdtype(x.dtype, jnp.integer):
         return jnp.asarray(rng.integers(0, max(bound, 1), x.shape), x.dtype)
+    if kind == "data":
+        return jnp.asarray(rng.random(x.shape, np.float32), x.dtype)
     values = rng.standard_normal(x.shape, np.float32)
-    if kind == "parameter":
-        if len(x.shape) < 2:
-            return jnp.asarray(1 + 0.1 * values, x.dtype)
-        values *= float(np.prod(x.shape[:-1])) ** -0.5
-    return jnp.asarray(values, x.dtype)
+    if len(x.shape) < 2:
+        return jnp.asarray(1 + 0.1 * values, x.dtype)
+    return jnp.asarray(values * float(np.prod(x.shape[:-1])) ** -0.5, x.dtype)
 
 
-_CARRIES_INDICES = frozenset(
-    [
-        "convert_element_type",
-        "reshape",
-        "broadcast_in_dim",
-        "squeeze",
-        "slice",
-        "concatenate",
-        "transpose",
-        "copy",
-        "expand_dims",
-        "select_n",
-        "add",
-        "sub",
-        "max",
-        "min",
-        "clamp",
-        "pad",
-        "rev",
-        "dynamic_slice",
-        "stop_gradient",
-        "sharding_constraint",
-        "split",
-    ]
-)
+_MOVES = {
+    "reshape",
+    "broadcast_in_dim",
+    "squeeze",
+    "expand_dims",
+    "transpose",
+    "copy",
+    "slice",
+    "split",
+    "rev",
+}
+_KEEPS_INDICES = _MOVES | {
+    "convert_element_type",
+    "concatenate",
+    "select_n",
+    "add",
+    "sub",
+    "max",
+    "min",
+    "clamp",
+}
+_KEEPS_INDICES |= {"pad", "dynamic_slice", "stop_gradient", "sharding_constraint"}
 
 
 def index_bounds(jaxpr: Jaxpr) -> dict[Var, int]:
@@ -153,9 +152,10 @@ def _bounds(jaxpr: Jaxpr, outs: Sequence[int | None] = ()) -> dict[Var, int]:
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "iota":
             counted[eqn.outvars[0]] = eqn.params["shape"][eqn.params["dimension"]]
-        elif eqn.primitive.name in ("broadcast_in_dim", "reshape", "convert_element_type", "squeeze"):
-            if eqn.invars and not isinstance(eqn.invars[0], Literal) and eqn.invars[0] in counted:
-                counted[eqn.outvars[0]] = counted[eqn.invars[0]]
+        elif eqn.primitive.name in _MOVES | {"convert_element_type"}:
+            operand = eqn.invars[0]
+            if not isinstance(operand, Literal) and operand in counted:
+                counted[eqn.outvars[0]] = counted[operand]
     for eqn in reversed(jaxpr.eqns):
         name = eqn.primitive.name
         if name == "gather":
@@ -173,7 +173,7 @@ def _bounds(jaxpr: Jaxpr, outs: Sequence[int | None] = ()) -> dict[Var, int]:
                 for var, position in zip(body.invars, operands(eqn, number), strict=True):
                     if position is not None:
                         limit(eqn.invars[position], inside.get(var))
-        elif name in _CARRIES_INDICES:
+        elif name in _KEEPS_INDICES:
             sizes = [bound[v] for v in eqn.outvars if v in bound]
             for v in eqn.invars:
                 if sizes and jnp.issubdtype(v.aval.dtype, jnp.integer):

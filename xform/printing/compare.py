@@ -64,16 +64,16 @@ class Match:
     same: bool = False
 
 
-def compare(before: Jaxpr, after: Jaxpr) -> Match:
-    """How the second program comes from the first."""
-    return Comparison().bodies(before, after, None)
+def compare(before: Jaxpr, after: Jaxpr, keys: Fingerprints | None = None) -> Match:
+    """How the second program comes from the first; `keys` of earlier comparisons save work in a chain of them."""
+    return Comparison(Fingerprints() if keys is None else keys).bodies(before, after, None)
 
 
 class Comparison:
     """What is worked out once while two programs are compared: fingerprints, and the pairs of bodies."""
 
-    def __init__(self) -> None:
-        self.keys = Fingerprints()
+    def __init__(self, keys: Fingerprints) -> None:
+        self.keys = keys
         self._matches: dict[Hashable, Match] = {}
 
     def bodies(self, before: Jaxpr, after: Jaxpr, operands: list[tuple[int, int]] | None) -> Match:

@@ -18,6 +18,7 @@ from typing import Any
 from xform.printing import listing, phrases
 from xform.printing.compare import compare
 from xform.printing.difference import DiffLine, fold, rows_of
+from xform.printing.keys import Fingerprints
 from xform.printing.listing import Line, Names, count
 from xform.printing.page import CSS, GLOSSARY, JS, TOP
 from xform.printing.stablehlo import stablehlo_rows
@@ -71,8 +72,9 @@ def _changes(stages: Sequence[tuple[str, Jaxpr]]) -> Changes:
     """Each stage but the first as the difference to the one before, in names that stay."""
     found: Changes = []
     names: Names | None = None
+    keys = Fingerprints()
     for (_, before), (name, after) in itertools.pairwise(stages):
-        rows, names = rows_of(compare(before, after), names)
+        rows, names = rows_of(compare(before, after, keys), names)
         found.append((name, rows))
     return found
 
@@ -199,6 +201,7 @@ class _Page:
         self.scopes = _Table("")
         self.folds: list[list[list[Any]]] = []
         self.primitives: set[str] = set()
+        self.places: dict[JaxprEqn, tuple[str, str, str]] = {}
 
     def section(self, name: str, title: str, head: str, body: str) -> str:
         body = body or '<p class="soft none">No line changed.</p>'
@@ -287,7 +290,7 @@ class _Page:
 
     def row(self, row: DiffLine) -> str:
         line = row.line
-        where, function, code = _source(line)
+        where, function, code = self.source(line)
         scope = f"scope: {line.scope}" if where and line.scope else ""
         hover = "\n".join(t for t in (f"{where} in {function}" if where else "", code, scope) if t)
         place = f"<b>{_e(where)}</b> {_e(code)}" if where else _e(line.scope)
@@ -313,24 +316,28 @@ class _Page:
             line.depth,
             KINDS.index(self.kind(line)),
             self.texts.number(line.text),
-            self.sources.number(_source(line)),
+            self.sources.number(self.source(line)),
             self.scopes.number(line.scope),
         ]
         return packed if row.mark == " " else [*packed, row.mark]
+
+    def source(self, line: Line) -> tuple[str, str, str]:
+        """`train.py:12`, the function, and what stands there."""
+        if line.eqn is None or not line.source:
+            return line.source, "", ""
+        found = self.places.get(line.eqn)
+        if found is None:
+            frame = source_frame(line.eqn)
+            code = linecache.getline(frame.file_name, frame.start_line).strip() if frame is not None else ""
+            found = (line.source, frame.function_name if frame is not None else "", code)
+            self.places[line.eqn] = found
+        return found
 
     def kind(self, line: Line) -> str:
         if line.eqn is None:
             return line.kind
         self.primitives.add(line.eqn.primitive.name)
         return "call" if " " in phrases.label(line.eqn) else "eqn"
-
-
-def _source(line: Line) -> tuple[str, str, str]:
-    """`train.py:12`, the function, and what stands there."""
-    frame = source_frame(line.eqn) if line.eqn is not None and line.source else None
-    if frame is None:
-        return line.source, "", ""
-    return line.source, frame.function_name, linecache.getline(frame.file_name, frame.start_line).strip()
 
 
 def _short_runs(rows: Sequence[DiffLine]) -> list[DiffLine]:
