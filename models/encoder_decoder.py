@@ -293,8 +293,8 @@ def initial_params(config: Config, scan: bool, key: jax.Array) -> Params:
         return encoder_weights(key_rest) | cross
 
     def layers(make: Callable[[jax.Array], Params], key: jax.Array) -> Params:
-        each = jax.random.split(key, config.layers)
-        return jax.vmap(make)(each) if scan else [make(key) for key in each]
+        stacked = jax.vmap(make)(jax.random.split(key, config.layers))
+        return stacked if scan else [jax.tree.map(lambda x, i=i: x[i], stacked) for i in range(config.layers)]
 
     def half(make: Callable[[jax.Array], Params], key_layers: jax.Array, key_bias: jax.Array) -> Params:
         return {

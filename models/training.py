@@ -104,7 +104,7 @@ def train_step(model: Model, options: Options) -> tuple[Callable, tuple]:
         value, gradients = jax.value_and_grad(objective)(state.params, batch)
         updates, moments = optimizer.update(gradients, state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)
-        metrics = {"loss": value, "grad_norm": optax.global_norm(gradients)}
+        metrics = {"loss": value, "grad_norm": optax.tree.norm(gradients)}
         return State(state.step + 1, params, moments), metrics
 
     state = made(init(model, options)[0], options)
@@ -127,7 +127,7 @@ def decode_step(model: Model, options: Options) -> tuple[Callable, tuple]:
 def made(make: Callable[[jax.Array], Any], options: Options) -> Any:
     """What `make` makes of a random key: its shapes alone, at no cost, when the options say abstract."""
     key = jax.random.key(options.seed)
-    return jax.eval_shape(make, key) if options.abstract else jax.jit(make)(key)
+    return jax.eval_shape(make, key) if options.abstract else make(key)
 
 
 def given(arrays: Any, options: Options) -> Any:

@@ -15,8 +15,10 @@ os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+_FLAGS = f"{_DEVICES}=8 --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_DEVICES}=8".strip()
+    # Programs here are small and run once: compiling them is what takes time.
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}".strip()
 
 import hypothesis  # noqa: E402  (after the environment: its plugins may import numpy and jax)
 

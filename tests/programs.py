@@ -1,8 +1,8 @@
 """Small programs that between them use every higher-order primitive, nested in each other.
 
 `Programs()` has one method a program; each takes a square matrix `w` [5, 5] and rows `x` [3, 5]. What they do
-at the bottom, `tanh` and `dot`, is an option, so that a rewrite of these is tested as before and after: a rule
-takes `Programs().scan` to `Programs(tanh=...).scan`.
+at the bottom, `tanh` and `dot`, is an option, so that a rewrite is tested as before and after: a rule takes
+`Programs().scan` to `Programs(tanh=...).scan`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Eight models nobody here wrote: Hugging Face's Flax classes, unmodified, tiny, with random weights.
+"""Eight models nobody here wrote: Hugging Face's Flax classes, unmodified, tiny, randomly weighted.
 
 `PUBLIC[name](**sizes)` gives `(loss, (params, batch))`, and so does the function of that name: a target of
-the command line is `tests.public:gpt2`, or `tests.public:gpt2_train_step`, which gives `(step, (state, batch))`.
+the command line is `tests.public:gpt2`, or `tests.public:gpt2_train_step` for `(step, (state, batch))`.
 The sizes (`Sizes`) differ from each other where the model allows it, and divide by meshes of eight devices.
 """
 

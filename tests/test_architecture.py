@@ -29,6 +29,7 @@ LAYERS = (
     "evidence",  # axes: what the dataflow shows of them
     "role_rules",  # axes: what that makes them
     "roles",  # what each axis is
+    "logical",  # its name in MaxText's rules
     "inputs",  # parameter, optimizer state or data
     "registry",  # names to passes
     "values",  # options: checked, frozen, written
@@ -36,6 +37,7 @@ LAYERS = (
     "plans",  # presets
     "topologies",  # TPU slices and meshes
     "context",  # what a pass is told
+    "layout",  # rules applied
     "hlo",  # the compiled module, read
     "hlo_trips",  # how often its loops turn
     "hlo_collectives",  # its collectives

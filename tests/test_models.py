@@ -1,4 +1,4 @@
-"""The models are what they say: of published sizes, the same however they are run, and as others have them."""
+"""The models are what they say: of published sizes, the same however run, and as others have them."""
 
 import functools
 import itertools
@@ -18,26 +18,33 @@ MODULES = {"llama": llama, "gpt2": gpt2, "encoder_decoder": encoder_decoder}
 
 # Odd sizes, all different, so that no transposed or merged axis agrees by luck.
 ODD: dict[str, Any] = {
-    "llama": llama.Config(29, 3, 11, 15, 5, 14, 13, dtype="float32"),
-    "gpt2": gpt2.Config(29, 3, 35, 5, 13, context=17, dtype="float32"),
-    "encoder_decoder": encoder_decoder.Config(29, 3, 11, 5, 7, 13, buckets=8, furthest=6, dtype="float32"),
+    "llama": llama.Config(29, 2, 11, 15, 5, 14, 13, dtype="float32"),
+    "gpt2": gpt2.Config(29, 2, 35, 5, 13, context=17, dtype="float32"),
+    "encoder_decoder": encoder_decoder.Config(29, 2, 11, 5, 7, 13, buckets=8, furthest=6, dtype="float32"),
 }
 
 every_model = pytest.mark.parametrize("name", MODULES)
 
 
-def odd(name: str, factory: str, **options: Any) -> tuple:
-    """The factory's function, compiled, and its arguments, at the odd sizes."""
-    defaults = {"batch": 2, "length": 9, "abstract": False}
-    fn, arguments = getattr(MODULES[name], factory)(size=ODD[name], **defaults | options)
+@functools.cache
+def made(name: str, factory: str, **options: Any) -> tuple:
+    fn, arguments = getattr(MODULES[name], factory)(size=ODD[name], abstract=False, **options)
     return jax.jit(fn), arguments
+
+
+def odd(
+    name: str, factory: str, length: int = 9, packed: bool = False, scan: bool = True, seed: int = 0
+) -> tuple:
+    """The factory's function, compiled once, and its arguments, at the odd sizes."""
+    fn, arguments = made(name, factory, batch=3, length=length, packed=packed, scan=scan, seed=seed)
+    return fn, jax.tree.map(lambda x: x, arguments)
 
 
 def unstacked(name: str, params: Any) -> Any:
     """The weights of scanned layers as those of layers one after the other."""
 
     def split(layers: Any) -> list:
-        return [jax.tree.map(lambda x: x[i], layers) for i in range(ODD[name].layers)]  # noqa: B023
+        return [jax.tree.map(lambda x, i=i: x[i], layers) for i in range(ODD[name].layers)]
 
     if name == "encoder_decoder":
         halves = ("encoder", "decoder")
@@ -50,7 +57,6 @@ def unstacked(name: str, params: Any) -> Any:
 
 def close(a: Any, b: Any, tolerance: float = 1e-5) -> None:
     """Both trees agree: float32 arithmetic in another order."""
-    assert jax.tree.structure(a) == jax.tree.structure(b)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=tolerance, atol=tolerance), a, b)
 
 
@@ -94,8 +100,9 @@ def test_abstract_arguments_are_the_shapes_of_the_real_ones(name: str, scan: boo
 
 @every_model
 def test_init_makes_the_state_that_train_step_takes(name: str) -> None:
-    _, (state, _) = odd(name, "train_step", seed=3)
-    fn, (key,) = odd(name, "init", seed=3)
+    options = {"size": ODD[name], "abstract": False, "seed": 3}
+    _, (state, _) = MODULES[name].train_step(**options)
+    fn, (key,) = MODULES[name].init(**options)
     close(fn(key), state)
 
 
@@ -140,30 +147,23 @@ def equations(jaxpr: Any) -> list:
     return found
 
 
+@pytest.mark.slow  # compiles the gradients of two programs
 @every_model
-@pytest.mark.parametrize("packed", [False, True])
-def test_scanned_and_unrolled_layers_have_the_same_loss_and_gradients(name: str, packed: bool) -> None:
-    scanned, (params, batch) = odd(name, "loss", packed=packed)
-    unrolled, (other, _) = odd(name, "loss", packed=packed, scan=False)
-    value, gradients = jax.value_and_grad(scanned)(params, batch)
+def test_scanned_and_unrolled_layers_have_the_same_loss_and_gradients(name: str) -> None:
+    scanned, (params, batch) = odd(name, "loss", packed=True)
+    unrolled, (other, _) = odd(name, "loss", packed=True, scan=False)
+    value, gradients = jax.jit(jax.value_and_grad(scanned))(params, batch)
+    assert not [path for path, x in jax.tree_util.tree_leaves_with_path(gradients) if not jnp.any(x)]
     params = unstacked(name, params)
-    assert jax.tree.structure(params) == jax.tree.structure(other)
-    close(jax.value_and_grad(unrolled)(params, batch), (value, unstacked(name, gradients)))
-
-
-@every_model
-def test_every_parameter_has_a_gradient(name: str) -> None:
-    loss, arguments = odd(name, "loss")
-    gradients = jax.grad(loss)(*arguments)
-    still = [path for path, x in jax.tree_util.tree_leaves_with_path(gradients) if not jnp.any(x)]
-    assert not still
+    assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, other)
+    close(jax.jit(jax.value_and_grad(unrolled))(params, batch), (value, unstacked(name, gradients)))
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_packed_texts_are_read_as_if_each_stood_alone(name: str) -> None:
     forward, (params, batch) = odd(name, "forward", packed=True)
     logits = forward(params, batch)
-    for row in range(2):
+    for row in range(3):
         for segment in (1, 2):
             where = np.flatnonzero(batch["segments"][row] == segment)
             alone = forward(params, {"inputs": batch["inputs"][row : row + 1, where]})
@@ -173,7 +173,7 @@ def test_packed_texts_are_read_as_if_each_stood_alone(name: str) -> None:
 def test_packed_inputs_and_targets_are_read_as_if_each_stood_alone() -> None:
     forward, (params, batch) = odd("encoder_decoder", "forward", packed=True, length=12)
     logits = forward(params, batch)
-    for row in range(2):
+    for row in range(3):
         for segment in (1, 2):
             source = np.flatnonzero(batch["input_segments"][row] == segment)
             target = np.flatnonzero(batch["segments"][row] == segment)
@@ -203,7 +203,7 @@ def test_a_padded_weight_of_zero_takes_the_token_out_of_the_loss(name: str) -> N
     changed = batch["targets"].copy()
     changed[1, 2] = (changed[1, 2] + 5) % 29
     unlike = loss(params, batch | {"targets": changed})
-    assert abs(unlike - loss(params, batch)) > 1e-3
+    assert abs(unlike - loss(params, batch)) > 1e-4
     batch["weights"] = weights
     close(loss(params, batch | {"targets": changed}), loss(params, batch))
 
@@ -213,7 +213,7 @@ def test_a_padded_weight_of_zero_takes_the_token_out_of_the_loss(name: str) -> N
 def test_decoding_gives_the_logits_of_the_whole_text_position_by_position(name: str, scan: bool) -> None:
     forward, (params, batch) = odd(name, "forward", scan=scan, length=10)
     step, (_, cache, token, position) = odd(name, "decode_step", scan=scan, length=10)
-    assert token.shape == (2,) and position.shape == ()
+    assert token.shape == (3,) and position.shape == ()
     tokens = batch["inputs"]
     if name == "encoder_decoder":
         tokens = batch["decoder_inputs"]
@@ -243,10 +243,10 @@ def test_padding_of_the_inputs_does_not_change_the_decoder() -> None:
     close(forward(params, batch), forward(params, batch | {"inputs": padded}))
 
 
+@pytest.mark.slow  # compiles a training step
 @every_model
-@pytest.mark.parametrize("packed", [False, True])
-def test_the_loss_of_a_repeated_batch_goes_down(name: str, packed: bool) -> None:
-    step, (state, batch) = odd(name, "train_step", packed=packed)
+def test_the_loss_of_a_repeated_batch_goes_down(name: str) -> None:
+    step, (state, batch) = odd(name, "train_step")
     losses = []
     for _ in range(20):
         state, metrics = step(state, batch)
@@ -256,6 +256,7 @@ def test_the_loss_of_a_repeated_batch_goes_down(name: str, packed: bool) -> None
     assert int(state.step) == 20
 
 
+@pytest.mark.slow  # compiles a training step
 @every_model
 def test_gradients_are_clipped_at_a_norm_of_one(name: str) -> None:
     step, (state, batch) = odd(name, "train_step")
@@ -283,6 +284,7 @@ def agree(ours: jax.Array, theirs: jax.Array, mask: Any) -> None:
     np.testing.assert_allclose(ours[mask > 0], theirs[mask > 0], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow  # compiles two programs, as do the next two
 def test_llama_computes_what_hugging_face_computes() -> None:
     theirs, (weights, batch) = public.logits("llama", kv_heads=2, **HUGGING_FACE)
     config = llama.Config(40, 3, 36, 6, 2, 6, 42, norm_epsilon=1e-6, dtype="float32")
@@ -312,10 +314,11 @@ def test_llama_computes_what_hugging_face_computes() -> None:
         "head": weights["lm_head"],
     }
     ours, _ = llama.forward(size=config, scan=False)
-    logits = ours(params, {"inputs": batch["input_ids"]})
-    agree(logits, theirs(weights, batch), batch["attention_mask"])
+    logits = jax.jit(ours)(params, {"inputs": batch["input_ids"]})
+    agree(logits, jax.jit(theirs)(weights, batch), batch["attention_mask"])
 
 
+@pytest.mark.slow
 def test_gpt2_computes_what_hugging_face_computes() -> None:
     theirs, (weights, batch) = public.logits("gpt2", **HUGGING_FACE)
     config = gpt2.Config(40, 3, 36, 6, 42, context=18, dtype="float32")
@@ -340,10 +343,11 @@ def test_gpt2_computes_what_hugging_face_computes() -> None:
         "norm": model["ln_f"],
     }
     ours, _ = gpt2.forward(size=config, length=9, scan=False)
-    logits = ours(params, {"inputs": batch["input_ids"]})
-    agree(logits, theirs(weights, batch), batch["attention_mask"])
+    logits = jax.jit(ours)(params, {"inputs": batch["input_ids"]})
+    agree(logits, jax.jit(theirs)(weights, batch), batch["attention_mask"])
 
 
+@pytest.mark.slow
 def test_encoder_decoder_computes_what_hugging_face_computes() -> None:
     theirs, (weights, batch) = public.logits("t5", source=13, **HUGGING_FACE)
     config = encoder_decoder.Config(40, 3, 36, 6, 14, 42, buckets=22, furthest=30, dtype="float32")
@@ -383,5 +387,5 @@ def test_encoder_decoder_computes_what_hugging_face_computes() -> None:
     }
     ours, _ = encoder_decoder.forward(size=config, scan=False)
     inputs = batch["input_ids"] * batch["attention_mask"]  # their mask, as our token of padding
-    logits = ours(params, {"inputs": inputs, "decoder_inputs": batch["decoder_input_ids"]})
-    agree(logits, theirs(weights, batch), batch["decoder_attention_mask"])
+    logits = jax.jit(ours)(params, {"inputs": inputs, "decoder_inputs": batch["decoder_input_ids"]})
+    agree(logits, jax.jit(theirs)(weights, batch), batch["decoder_attention_mask"])

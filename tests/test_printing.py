@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental import pallas as pl
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -163,8 +164,31 @@ def test_branches_conditions_and_called_functions_are_labelled() -> None:
     cond, loop = text(traced(with_cond, WEIGHTS, X)), text(traced(with_while, WEIGHTS, X))
     for expected in ("branch 0 (if false):", "branch 1 (if true):", "custom_vjp_call clipped ", " 1.5"):
         assert expected in cond
-    assert "condition:" in loop and "body:" in loop
+    assert "condition: carried " in loop and "body: constant " in loop
     assert "jit silu" in text(traced(lambda x: jax.nn.silu(x), X))
+
+
+def test_a_kernel_is_named_and_left_whole() -> None:
+    def fn(scale: float) -> Callable[[Any], Any]:
+        def kernel(x_ref: Any, o_ref: Any) -> None:
+            o_ref[...] = x_ref[...] * scale
+
+        return pl.pallas_call(kernel, out_shape=X)
+
+    assert "b: f32[16,5] = pallas_call kernel a\n" in text(traced(fn(2.0), X), source=False)
+    assert diff(traced(fn(2.0), X), traced(fn(2.0), X)) == []
+    rows = diff(traced(fn(2.0), X), traced(fn(3.0), X))
+    assert [row.note for row in rows if row.mark == "+"] == ["the program inside differs"]
+
+
+def test_a_shard_map_shows_its_specs_and_its_body() -> None:
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    mapped = jax.shard_map(
+        lambda a: jax.lax.psum(a * 2, "fsdp"), mesh=mesh, in_specs=P("fsdp"), out_specs=P()
+    )
+    shown = text(traced(mapped, X))
+    assert "shard_map a [in P('fsdp'), out P(), manual over fsdp]" in shown
+    assert "body: c: f32[2,5]" in shown
 
 
 def test_a_body_that_was_printed_is_pointed_to() -> None:

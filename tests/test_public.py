@@ -13,6 +13,7 @@ from tests import public
 every_model = pytest.mark.parametrize("name", public.PUBLIC)
 
 
+@pytest.mark.slow  # compiles the gradients of a real model
 @every_model
 def test_a_public_model_has_a_finite_loss_and_a_gradient_for_every_weight(name: str) -> None:
     loss, (params, batch) = public.PUBLIC[name]()
@@ -27,6 +28,7 @@ def test_a_public_model_has_a_finite_loss_and_a_gradient_for_every_weight(name: 
     assert still == ({"['model']['encoder']['embed_positions']['embedding']"} if name == "whisper" else set())
 
 
+@pytest.mark.slow  # compiles a training step of a real model
 @every_model
 def test_its_training_step_takes_the_loss_down(name: str) -> None:
     step, (state, batch) = getattr(public, f"{name}_train_step")(layers=1)
@@ -58,6 +60,7 @@ def test_sizes_are_options(name: str) -> None:
     assert not np.array_equal(batch["targets"], again["targets"])
 
 
+@pytest.mark.slow  # compiles the gradients of a real model
 @pytest.mark.parametrize("name", ["gpt2", "bloom", "bert", "t5", "vit", "whisper"])
 def test_dropout_depends_on_the_key_in_the_batch(name: str) -> None:
     loss, (params, batch) = public.PUBLIC[name](dropout=0.3, layers=1)
@@ -68,6 +71,7 @@ def test_dropout_depends_on_the_key_in_the_batch(name: str) -> None:
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradients))
 
 
+@pytest.mark.slow  # starts a process that imports jax and transformers
 def test_nothing_is_printed_and_transformers_is_imported_late() -> None:
     program = (
         "import sys; from tests import public; assert 'transformers' not in sys.modules;"

@@ -35,6 +35,7 @@ class Sample:
     policy: which tensors to save,
         and which to keep: none.
     axes: where to.
+
     plainly: no option.
     """
 

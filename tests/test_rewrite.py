@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
 from jax.sharding import Mesh, PartitionSpec
 
 from tests.programs import (
@@ -22,6 +23,7 @@ from tests.programs import (
     loss,
     with_gradients,
 )
+from tests.random_programs import programs
 from xform.errors import Decline, RewriteError
 from xform.higher_order import bodies
 from xform.report import Report
@@ -76,7 +78,8 @@ def soft_and_scaled(site):
         return [softsign(*site.args)]
     if site.name == "dot_general":
         (y,) = site.bind()
-        return [y * jnp.asarray(SCALE[: y.shape[-1]])]
+        size = y.shape[-1] if y.ndim else 1
+        return [(y * jnp.resize(SCALE, size)).astype(y.dtype).reshape(y.shape)]
     return None
 
 
@@ -113,6 +116,41 @@ def test_a_kernel_is_left_whole():
     seen = []
     rewrite(jaxpr, lambda site: seen.append(site.name))
     assert seen.count("tanh") == 1  # that of the layer after the kernel, whose own is not offered
+
+
+@settings(max_examples=40)
+@given(programs())
+def test_to_bind_a_random_program_again_gives_the_same_text(drawn):
+    f, args = drawn
+    jaxpr = trace(f, *args)
+    assert rewrite(jaxpr, lambda site: None) is jaxpr
+    for rule in rebind_leaves, rebind_all:
+        new = rewrite(jaxpr, rule)
+        check_jaxpr(new)
+        assert text(new) == text(jaxpr)
+
+
+@settings(max_examples=4)
+@given(programs())
+def test_a_random_program_lowers_and_computes_the_same_after_it_was_bound_again(drawn):
+    f, args = drawn
+    jaxpr = trace(f, *args)
+    new = rewrite(jaxpr, rebind_leaves)
+    assert lowered(new, *args) == lowered(jaxpr, *args)
+    before, after = (jax.jit(lambda *xs, j=j: inline(j, *xs))(*args) for j in (jaxpr, new))
+    jax.tree.map(np.testing.assert_array_equal, before, after)
+
+
+@settings(max_examples=15)
+@given(programs())
+def test_what_a_rule_changes_in_a_random_program_is_changed_everywhere(drawn):
+    f, args = drawn
+    jaxpr = trace(f, *args)
+    new = rewrite(jaxpr, soft_and_scaled)
+    check_jaxpr(new)
+    assert [v.aval for v in new.outvars] == [v.aval for v in jaxpr.outvars]
+    assert "tanh" not in primitives(new)
+    assert primitives(new).count("dot_general") == primitives(jaxpr).count("dot_general")
 
 
 # ---------------------------------------------------------------- a change reaches every depth

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 import time
+import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -20,7 +22,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from xform.context import Context, Leaf
-from xform.errors import PlanError
+from xform.errors import PlanError, RewriteError
 from xform.plan import Pass, Plan
 from xform.report import Report
 from xform.topologies import make_mesh
@@ -74,8 +76,12 @@ class Parallelized:
         functools.update_wrapper(self, fn, updated=())
         self._jit = jax.jit(self._entry(), **jit_options)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._jit(*args, **kwargs)
+    # A call is jit's own: a method that passes the arguments on would cost a small function a tenth more.
+    __call__: Callable[..., Any] = property(operator.attrgetter("_jit"))  # type: ignore[assignment]
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """As a method, of a class whose function was parallelized."""
+        return self if instance is None else types.MethodType(self, instance)
 
     def trace(self, *args: Any, **kwargs: Any) -> Program:
         """Traces and rewrites for these arguments (arrays or ShapeDtypeStructs), and compiles nothing."""
@@ -160,19 +166,20 @@ class Parallelized:
         return entry
 
     def _specialize(self, leaves: Sequence[Any], tree: Any) -> Program:
-        static = tuple((i, x) for i, x in enumerate(leaves) if not isinstance(x, Tracer))
+        static = {i: x for i, x in enumerate(leaves) if not isinstance(x, Tracer)}
         avals = tuple(plain_aval(typeof(x)) for x in leaves if isinstance(x, Tracer))
-        key = (tree, static, avals, trace_context())
+        kinds = tuple((i, type(x), x) for i, x in static.items())  # 1, 1.0 and True are equal
+        key = (tree, kinds, avals, trace_context())
         program = self._programs.get(key)
         if program is None:
-            program = self._programs[key] = self._make(tree, dict(static), avals)
+            program = self._programs[key] = self._make(tree, static, avals)
         return program
 
     def _make(self, tree: Any, static: dict[int, Any], avals: Sequence[Any]) -> Program:
         report = Report()
         stages: list[Stage] = []
         numbers = [i for i in range(tree.num_leaves) if i not in static]
-        inputs = _input_leaves(tree, numbers, avals, self._options)
+        inputs = _input_leaves(tree, numbers, avals, _donated(self._fn, self._options))
         out_tree: Any = None
         outputs: tuple[Leaf, ...] = ()
         spent = 0.0
@@ -207,7 +214,7 @@ class Parallelized:
                 differentiated = True
                 return model(jaxpr)
 
-            with boundary(once, model_passes):
+            with boundary(once, object()):  # a key of its own: `once` sees nothing of what jit traced before
                 jaxpr = trace_flat(flat, avals, name, paths)
             if not differentiated:
                 jaxpr = model(jaxpr)
@@ -254,7 +261,7 @@ class Parallelized:
 
     def _program_for(self, args: Sequence[Any], verb: str) -> Program:
         """A program whose leading arguments are of these types."""
-        wanted = [
+        wanted: list[tuple[Any, list[Any]]] = [
             (jax.tree.structure(a), [(np.shape(x), _dtype(x)) for x in jax.tree.leaves(a)]) for a in args
         ]
         for program in reversed(list(self._programs.values())):
@@ -264,7 +271,7 @@ class Parallelized:
             avals = {leaf.path: leaf.aval for leaf in program.inputs}
             paths = {i: avals.get(_keystr(p)) for i, (p, _) in enumerate(_paths(program.in_tree))}
             if all(
-                jax.tree.structure(have) == structure
+                structure == jax.tree.structure(have)
                 and all(
                     (a := paths[i]) is not None and (a.shape, a.dtype) == t
                     for i, t in zip(jax.tree.leaves(have), types, strict=True)
@@ -319,10 +326,14 @@ def parallelize(
     """Rewrites `fn` as `plan` says; the result behaves like `jax.jit(fn, ...)` with the same options.
 
     fn: any JAX function: a loss, a forward pass, a decode step, or a training step that differentiates
-    inside. devices: those to lay the mesh on; default `jax.devices()`. Raises PlanError when the plan's mesh
-    does not fit the devices, and, at the first call, when the plan cannot be honoured for this program.
+    inside. devices: those to lay the mesh on; default `jax.devices()`, or the first without a mesh. Raises
+    PlanError when the plan's mesh does not fit the devices, and, at the first call, when the plan cannot be
+    honoured for this program.
     """
-    mesh = make_mesh(list(devices) if devices is not None else jax.devices(), plan.mesh, plan.dcn)
+    if devices is None:
+        # A plan without a mesh is for one device, as jax.jit is.
+        devices = jax.devices() if plan.mesh or plan.dcn else jax.devices()[:1]
+    mesh = make_mesh(list(devices), plan.mesh, plan.dcn)
     options = {
         "donate_argnums": donate_argnums,
         "donate_argnames": donate_argnames,
@@ -336,8 +347,17 @@ def _run(jaxpr: Jaxpr, passes: Sequence[Pass], context: Context, stages: list[St
     for p in passes:
         before = jaxpr
         jaxpr = p.rewrite(jaxpr, context)
-        stages.append(Stage(type(p).__name__.lower() + suffix, before, jaxpr))
+        name = type(p).__name__.lower()
+        if (was := _type(before)) != (now := _type(jaxpr)):
+            raise RewriteError(f"{name} made a program of type {now}; it was {was}")
+        stages.append(Stage(name + suffix, before, jaxpr))
     return jaxpr
+
+
+def _type(jaxpr: Jaxpr) -> str:
+    """The types of a program's inputs and results."""
+    takes, gives = ([v.aval.str_short() for v in variables] for variables in (jaxpr.invars, jaxpr.outvars))
+    return f"({', '.join(takes)}) -> ({', '.join(gives)})"
 
 
 def _of_stage(passes: Sequence[Pass], stage: str) -> tuple[Pass, ...]:
@@ -382,14 +402,23 @@ def _argument(path: Any) -> int | str:
 
 
 def _input_leaves(
-    tree: Any, numbers: Sequence[int], avals: Sequence[Any], options: dict[str, Any]
+    tree: Any, numbers: Sequence[int], avals: Sequence[Any], donated: set[int | str]
 ) -> tuple[Leaf, ...]:
-    donated = set(_as_tuple(options.get("donate_argnums"))) | set(_as_tuple(options.get("donate_argnames")))
     paths = _paths(tree)
     return tuple(
         Leaf(_keystr(paths[i][0]), aval, _argument(paths[i][0]), _argument(paths[i][0]) in donated)
         for i, aval in zip(numbers, avals, strict=True)
     )
+
+
+def _donated(fn: Callable[..., Any], options: dict[str, Any]) -> set[int | str]:
+    """The arguments that are donated, by number and by name, whichever of both the user gave."""
+    signature = _signature(fn)
+    names = list(signature.parameters) if signature is not None else []
+    given = {*_as_tuple(options.get("donate_argnums")), *_as_tuple(options.get("donate_argnames"))}
+    by_name = {names[i] for i in given if isinstance(i, int) and -len(names) <= i < len(names)}
+    by_number = {names.index(name) for name in given | by_name if name in names}
+    return given | by_name | by_number
 
 
 def _as_tuple(x: Any) -> tuple[Any, ...]:

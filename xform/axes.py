@@ -1,10 +1,10 @@
 """Which dimensions of a program are the same axis, found by walking it once; the program is not changed.
 
-Every dimension is a product of factors (`Dim`, major to minor). Operations tie factors: a dot what it contracts and
-batches, an elementwise operation dimension to dimension, a reshape by refining both sides, a scan its carry
-(`axis_rules` has one rule a primitive, `factors` the algebra). What is tied is one `Factor`. Two axes whose sizes merely
-agree are never tied, and a body called twice is analysed once for each call: factors are asked for in a `Scope`, which is a
-body at one call site.
+Every dimension is a product of factors (`Dim`, major to minor). Operations tie factors: a dot what it
+contracts and batches, an elementwise operation dimension to dimension, a reshape by refining both sides, a
+scan its carry (`axis_rules` has one rule a primitive, `factors` the algebra). What is tied is one `Factor`.
+Two axes whose sizes merely agree are never tied, and a body called twice is analysed once for each call:
+factors are asked for in a `Scope`, which is a body at one call site.
 
     axes = find_axes(jax.make_jaxpr(step)(state, batch))
     axes.root[axes.jaxpr.invars[0]]          # ((Factor 0 of 24,), (Factor 1 of 4, Factor 2 of 6))
@@ -14,16 +14,15 @@ body at one call site.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from xform.axis_rules import ELEMENTWISE, RULES, fresh
+from xform.axis_rules import ELEMENTWISE, RULES, fresh, shape_of
 from xform.factors import Cut, Factors, Raw, Shape
 from xform.higher_order import OPAQUE, bodies
+from xform.integers import INDEXED, component
 from xform.trace import Jaxpr, JaxprEqn, Literal, Var
-
-INDEXED = frozenset(("gather", "scatter", "scatter-add", "scatter_add"))
-"""Primitives that index an axis with integers."""
 
 Path = tuple[tuple[int, int], ...]
 """A call site: (equation index, body index) from the outermost program inward."""
@@ -33,32 +32,39 @@ Path = tuple[tuple[int, int], ...]
 class Factor:
     """One axis. `id` counts axes in the order in which the program meets them.
 
-    `parts` are the stretches of it that the program takes or joins: ((first index, size, stride), dimension) each, in
-    order. An axis that is a sum (q, k and v in one projection) has the parts it is the sum of in `sum`, major to minor.
-    """
+    `parts` are the stretches of it that the program takes or joins: ((first index, size, stride), dimension)
+    each, in order. An axis that is a sum (q, k and v in one projection) has the parts it is the sum of in
+    `sum`, major to minor."""
 
     id: int
     size: int
     parts: tuple[tuple[Cut, Dim], ...] = ()
     sum: tuple[Dim, ...] = ()
 
+    def __hash__(self) -> int:  # sets of factors have the same order in every process
+        return self.id
+
     def __repr__(self) -> str:
         return f"Factor {self.id} of {self.size}"
 
+
+Identity = tuple[Any, Any]
+"""Which integers a variable holds: the same inside and outside of a call."""
 
 Dim = tuple[Factor, ...]
 """One array dimension, major to minor; () for size 1."""
 
 
 class Scope:
-    """The axes of the variables of one body at one call site. `parent` and `index` say which equation holds it."""
+    """The axes of the variables of one body at one call site. `parent` and `index` say which equation holds
+    it.
+    """
 
     def __init__(self, axes: Axes, jaxpr: Jaxpr, parent: Scope | None, index: int, body: int) -> None:
         self.axes, self.jaxpr, self.parent, self.index, self.body = axes, jaxpr, parent, index, body
         self.raw: dict[Var, Shape] = {}
-        self.alias: dict[Var, tuple[int, Any]] = {}
+        self.alias: dict[Var, Identity] = {}
         self.children: dict[tuple[int, int], Scope] = {}
-        self._made: dict[Any, JaxprEqn] | None = None
 
     def __getitem__(self, var: Var | Literal) -> tuple[Dim, ...]:
         """The factors of each dimension. Raises KeyError for a variable of another body."""
@@ -66,32 +72,21 @@ class Scope:
 
     def raw_of(self, var: Var | Literal) -> Shape:
         if isinstance(var, Literal):
-            return self.axes.factors.fresh(var.aval.shape) if var.aval.shape else ()
+            return self.axes.factors.fresh(shape_of(var))
         return self.raw[var]
 
-    def identity(self, var: Any) -> tuple[int, Any]:
-        """The same for a variable in here and the one outside that it is."""
-        return self.alias.get(var, (id(self), var if isinstance(var, Var) else id(var)))
+    def identity(self, var: Any) -> Identity:
+        """Equal for a variable in here and the one outside that it is."""
+        return (id(self), id(var)) if isinstance(var, Literal) else self.alias.get(var, (id(self), var))
 
     def enter(self, eqn_index: int, body_index: int) -> Scope:
         """The scope of a body of one of the equations here. KeyError if the analysis did not go into it."""
         return self.children[eqn_index, body_index]
 
-    def count(self, indices: Any, k: int) -> JaxprEqn | None:
-        """The iota that is the k-th component of the indices of a gather, if it is one."""
-        if self._made is None:
-            self._made = {v: eqn for eqn in self.jaxpr.eqns for v in eqn.outvars}
-        eqn = self._made.get(indices)
-        if eqn is not None and eqn.primitive.name == "concatenate" and len(eqn.invars) > k:
-            eqn = self._made.get(eqn.invars[k])
-        while eqn is not None and eqn.primitive.name in (
-            "broadcast_in_dim",
-            "convert_element_type",
-            "select_n",
-        ):
-            v = eqn.invars[1 if eqn.primitive.name == "select_n" else 0]
-            eqn = None if isinstance(v, Literal) else self._made.get(v)
-        return eqn if eqn is not None and eqn.primitive.name == "iota" else None
+    @functools.cached_property
+    def makers(self) -> dict[Any, int]:
+        """Which equation of the body makes a variable."""
+        return {v: index for index, eqn in enumerate(self.jaxpr.eqns) for v in eqn.outvars}
 
     @property
     def path(self) -> Path:
@@ -151,19 +146,22 @@ class Axes:
         return found
 
     def whole(self, factor: Factor) -> Factor | None:
-        """The axis of which a factor is a part at a place known only when the program runs (dynamic_slice)."""
+        """The axis of which a factor is a part at a place known only when the program runs
+        (dynamic_slice).
+        """
         loose = self.factors.loose.get(self._nodes[factor])
         return None if loose is None else self.dim((loose,))[0]
 
     def split(self, shape: Shape, dimension: int, sizes: Sequence[int]) -> None:
-        """Refine a dimension into a product, here and wherever the axis occurs. Factors asked for before are void."""
+        """Refine a dimension into a product, here and wherever the axis occurs. Factors asked for before are
+        void.
+        """
         f = self.factors
         f.tie_dim(shape[dimension], tuple(raw[0] for raw in f.fresh(sizes) if raw))
         self._forget()
 
     def _forget(self) -> None:
-        for table in (self._shapes, self._dims, self._by_node, self._nodes, self._ids):
-            table.clear()  # type: ignore[attr-defined]
+        self._shapes, self._dims, self._by_node, self._nodes, self._ids = {}, {}, {}, {}, {}
 
     def _factor(self, node: int) -> Factor:
         found = self._by_node.get(node)
@@ -184,7 +182,7 @@ def find_axes(jaxpr: Jaxpr) -> Axes:
     axes = Axes(jaxpr)
     walk = _Walk(axes)
     for v in (*jaxpr.invars, *jaxpr.constvars):
-        axes.root.raw[v] = axes.factors.fresh(getattr(v.aval, "shape", ()))
+        axes.root.raw[v] = axes.factors.fresh(shape_of(v))
     walk.equations(axes.root)
     axes.factors.tie_equal_sums()
     return axes
@@ -195,7 +193,8 @@ class _Walk:
 
     def __init__(self, axes: Axes) -> None:
         self.axes, self.f = axes, axes.factors
-        self.rows: dict[tuple[Any, int, int], Raw] = {}  # what some integers index
+        self.rows: dict[tuple[Any, int], Raw] = {}  # what some integers index, by its size
+        self.elements: dict[Any, Any] = {}  # integers stacked by a scan -> what they are inside
         self.higher = {
             "scan": self._scan,
             "while": self._while,
@@ -217,10 +216,7 @@ class _Walk:
                 continue
             ins = [raw[v] if type(v) is not Literal else scope.raw_of(v) for v in eqn.invars]
             rule = RULES.get(name)
-            if rule is not None:
-                outs = rule(self.f, eqn, ins)
-            else:
-                outs = self._inside(scope, index, eqn, ins)
+            outs = self._inside(scope, index, eqn, ins) if rule is None else rule(self.f, eqn, ins)
             for var, shape in zip(eqn.outvars, outs, strict=True):
                 raw[var] = shape
             if name in INDEXED:
@@ -231,20 +227,18 @@ class _Walk:
 
         And what a count indexes is the axis that it counts: the first of x[arange(n), labels].
         """
-        numbers = eqn.params["dimension_numbers"]
-        gather = eqn.primitive.name == "gather"
-        places = numbers.start_index_map if gather else numbers.scatter_dims_to_operand_dims
-        single = numbers.collapsed_slice_dims if gather else numbers.inserted_window_dims
-        indices, sizes = eqn.invars[1], _shape(eqn.invars[0])
-        for k, place in enumerate(places):
-            if place not in single:
+        operand = shape_of(eqn.invars[0])
+        places = INDEXED[eqn.primitive.name](eqn)
+        for place, indices, k in places:
+            var, maker = component(scope.jaxpr, scope.makers, indices, k)
+            if isinstance(var, Literal) or not ins[0][place]:
                 continue
             dim = ins[0][place]
-            self.f.tie_dim(dim, self.rows.setdefault((scope.identity(indices), k, sizes[place]), dim))
-            if len(places) > 1:
-                count = scope.count(indices, k)
-                if count is not None and count.params["shape"][count.params["dimension"]] == sizes[place]:
-                    self.f.tie_dim(dim, scope.raw[count.outvars[0]][count.params["dimension"]])
+            self.f.tie_dim(dim, self.rows.setdefault((scope.identity(var), operand[place]), dim))
+            if maker is not None and maker.primitive.name == "iota" and len(places) > 1:
+                dimension = maker.params["dimension"]
+                if maker.params["shape"][dimension] == operand[place]:
+                    self.f.tie_dim(dim, scope.raw[var][dimension])
 
     def body(
         self,
@@ -253,15 +247,15 @@ class _Walk:
         number: int,
         jaxpr: Jaxpr,
         args: Sequence[Shape],
-        operands: Sequence[Any] = (),
+        alias: dict[Var, Identity] | None = None,
     ) -> list[Shape]:
-        """Walk a body at this call site; the dimensions of its results. The first inputs are the operands."""
+        """Walk a body at this call site; the dimensions of its results. `alias`: inputs that are known
+        outside.
+        """
         inner = self.axes._scope(jaxpr, scope, index, number)
-        for v, operand in zip(jaxpr.invars, operands, strict=False):
-            if _is_integers(v):
-                inner.alias[v] = scope.identity(operand)
+        inner.alias.update(alias or {})
         for v in jaxpr.constvars:
-            inner.raw[v] = self.f.fresh(getattr(v.aval, "shape", ()))
+            inner.raw[v] = self.f.fresh(shape_of(v))
         inner.raw.update(zip(jaxpr.invars, args, strict=True))
         self.equations(inner)
         return [inner.raw_of(v) for v in jaxpr.outvars]
@@ -275,17 +269,19 @@ class _Walk:
         if name not in OPAQUE:
             inner = bodies(eqn)
             if len(inner) == 1 and _is_call(eqn, inner[0]):
-                outs = self.body(scope, index, 0, inner[0], ins, eqn.invars)
+                outs = self.body(scope, index, 0, inner[0], ins, _same(scope, eqn.invars, inner[0].invars))
                 below = scope.children[index, 0]
                 for v, result in zip(eqn.outvars, inner[0].outvars, strict=True):
                     if _is_integers(v):
-                        scope.alias[v] = below.identity(result)
+                        scope.alias[v] = _origin(below, result)
                 return outs
         self.axes.unruled[name] = self.axes.unruled.get(name, 0) + 1
         return fresh(self.f, eqn, ins)
 
     def _scan(self, scope: Scope, index: int, eqn: JaxprEqn, ins: list[Shape]) -> list[Shape]:
-        """The carry is the same before and after; all that is scanned over or stacked shares its first axis."""
+        """The carry is the same before and after; all that is scanned over or stacked shares its first
+        axis.
+        """
         consts, carry, _ = map(len, eqn.params["ft_in"].unpack())
         first = consts + carry
         scanned = [dims[0] for dims in ins[first:]]
@@ -293,7 +289,17 @@ class _Walk:
         for dim in scanned[1:]:
             self.f.tie_dim(lead, dim)
         args = [*ins[:first], *(dims[1:] for dims in ins[first:])]
-        outs = self.body(scope, index, 0, eqn.params["jaxpr"], args, eqn.invars[:consts])
+        jaxpr = eqn.params["jaxpr"]
+        alias = _same(scope, eqn.invars[:consts], jaxpr.invars)
+        for v, w in zip(jaxpr.invars[first:], eqn.invars[first:], strict=True):
+            if _is_integers(v):
+                outside = scope.identity(w)
+                alias[v] = self.elements.get(outside, ("element", outside))
+        outs = self.body(scope, index, 0, jaxpr, args, alias)
+        inner = scope.children[index, 0]
+        for v, w in zip(eqn.outvars[carry:], jaxpr.outvars[carry:], strict=True):
+            if _is_integers(v):
+                self.elements[scope.identity(v)] = _origin(inner, w)
         for before, after in zip(ins[consts:first], outs, strict=False):
             self.f.tie(before, after)
         return [*outs[:carry], *((lead, *dims) for dims in outs[carry:])]
@@ -311,15 +317,19 @@ class _Walk:
 
     def _cond(self, scope: Scope, index: int, eqn: JaxprEqn, ins: list[Shape]) -> list[Shape]:
         branches = eqn.params["branches"]
-        operands = eqn.invars[1:]
-        outs = [self.body(scope, index, i, b, ins[1:], operands) for i, b in enumerate(branches)]
+        outs = [
+            self.body(scope, index, i, b, ins[1:], _same(scope, eqn.invars[1:], b.invars))
+            for i, b in enumerate(branches)
+        ]
         for other in outs[1:]:
             for a, b in zip(outs[0], other, strict=True):
                 self.f.tie(a, b)
         return outs[0]
 
     def _shard_map(self, scope: Scope, index: int, eqn: JaxprEqn, ins: list[Shape]) -> list[Shape]:
-        """Inside, a split dimension is an axis of its own; a result split in the same way has the axis outside again."""
+        """Inside, a split dimension is an axis of its own; a result split in the same way has the axis
+        outside again.
+        """
         p = eqn.params
         body: Jaxpr = p["jaxpr"]
         split: list[tuple[tuple[int, str], Raw, Raw]] = []  # (ways, mesh axes), outside, inside
@@ -345,12 +355,15 @@ class _Walk:
             return self.f.fresh((whole,))[0]
 
         args = [
-            tuple(map(local, dims, v.aval.shape, inner.aval.shape, _spec(spec, len(dims))))
+            tuple(map(local, dims, shape_of(v), shape_of(inner), _spec(spec, len(dims))))
             for dims, v, inner, spec in zip(ins, eqn.invars, body.invars, p["in_specs"], strict=True)
         ]
         outs = self.body(scope, index, 0, body, args)
+        same: dict[tuple[tuple[int, str], Raw], Raw] = {}
+        for way, outside, inside in split:
+            self.f.tie_dim(outside, same.setdefault((way, self.f.leaves(inside)), outside))
         return [
-            tuple(map(outer, dims, v.aval.shape, inner.aval.shape, _spec(spec, len(dims))))
+            tuple(map(outer, dims, shape_of(v), shape_of(inner), _spec(spec, len(dims))))
             for dims, v, inner, spec in zip(outs, eqn.outvars, body.outvars, p["out_specs"], strict=True)
         ]
 
@@ -364,13 +377,21 @@ def _is_call(eqn: JaxprEqn, body: Jaxpr) -> bool:
     """Whether a body takes and gives what the equation does: jit, remat, custom_jvp and the like."""
     pairs = ((eqn.invars, body.invars), (eqn.outvars, body.outvars))
     return all(
-        len(a) == len(b) and all(_shape(x) == _shape(y) for x, y in zip(a, b, strict=True)) for a, b in pairs
+        len(a) == len(b) and all(shape_of(x) == shape_of(y) for x, y in zip(a, b, strict=True))
+        for a, b in pairs
     )
 
 
-def _shape(v: Var | Literal) -> Any:
-    return getattr(v.aval, "shape", None)
+def _is_integers(v: Any) -> bool:
+    return getattr(getattr(v.aval, "dtype", None), "kind", "") == "i"
 
 
-def _is_integers(v: Var) -> bool:
-    return bool(_shape(v)) and getattr(v.aval.dtype, "kind", "") == "i"
+def _same(scope: Scope, operands: Sequence[Any], inner: Sequence[Var]) -> dict[Var, Identity]:
+    """What the first inputs of a body are outside, where they are integers."""
+    pairs = zip(operands, inner, strict=False)
+    return {v: scope.identity(operand) for operand, v in pairs if _is_integers(v)}
+
+
+def _origin(scope: Scope, var: Any) -> Identity:
+    """The identity of the integers that these are, wrapped and shaped."""
+    return scope.identity(component(scope.jaxpr, scope.makers, var)[0])

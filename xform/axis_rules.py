@@ -1,9 +1,9 @@
 """What each primitive says about axes: from the dimensions of its operands to those of its results.
 
-One table, `RULES`, from the primitive's name to a function that ties what the primitive identifies and answers the
-dimensions of the results. Elementwise primitives are listed by name in `ELEMENTWISE`, and treated where the program is
-walked, since they are most of it. A primitive in neither table ties nothing. Primitives that hold programs are in `axes`.
-"""
+One table, `RULES`, from the primitive's name to a function that ties what the primitive identifies and
+answers the dimensions of the results. Elementwise primitives are listed by name in `ELEMENTWISE`, and treated
+where the program is walked, since they are most of it. A primitive in neither table ties nothing. Primitives
+that hold programs are in `axes`."""
 
 from __future__ import annotations
 
@@ -15,27 +15,28 @@ from xform.trace import JaxprEqn
 
 Rule = Callable[[Factors, JaxprEqn, list[Shape]], Sequence[Shape]]
 
-ELEMENTWISE = frozenset(
-    """
-    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz complex conj
-    convert_element_type copy copy_p cos cosh device_put digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor
-    ge gt igamma igamma_grad_a igammac imag integer_pow is_finite layout_constraint le le_to lgamma log log1p log2
-    logistic lt lt_to max min mul mulhi name ne neg nextafter not one_minus_square or polygamma population_count pow
-    preduced pvary random_fold_in random_gamma real reduce_precision reduced_vary_cast regularized_incomplete_beta
-    relayout rem reshard round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sharding_constraint
-    sign sin sinh sqrt square stop_gradient sub tan tanh vary_unreduced_cast xla_metadata_value xor zeros_like zeta
-    """.split()
-)
+_ELEMENTWISE = """
+    abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz
+    complex conj convert_element_type copy copy_p cos cosh device_put digamma div eq eq_to erf erf_inv erfc
+    exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite layout_constraint le
+    le_to lgamma log log1p log2 logistic lt lt_to max min mul mulhi name ne neg nextafter not
+    one_minus_square or polygamma population_count pow preduced pvary random_fold_in random_gamma real
+    reduce_precision reduced_vary_cast regularized_incomplete_beta relayout rem reshard round rsqrt select_n
+    shift_left shift_right_arithmetic shift_right_logical sharding_constraint sign sin sinh sqrt square
+    stop_gradient sub tan tanh vary_unreduced_cast xla_metadata_value xor zeros_like zeta
+"""
+ELEMENTWISE = frozenset(_ELEMENTWISE.split())
 """One result; every operand that is no scalar has its shape, dimension by dimension."""
 
 
-def _sizes(eqn: JaxprEqn, i: int = 0) -> tuple[int, ...]:
-    return getattr(eqn.outvars[i].aval, "shape", ())
+def shape_of(v: Any) -> tuple[int, ...]:
+    """The shape of a variable; () for what has none."""
+    return getattr(v.aval, "shape", ())
 
 
 def fresh(f: Factors, eqn: JaxprEqn, ins: list[Shape]) -> list[Shape]:
     """Ties nothing."""
-    return [f.fresh(getattr(v.aval, "shape", ())) for v in eqn.outvars]
+    return [f.fresh(shape_of(v)) for v in eqn.outvars]
 
 
 def _each(f: Factors, eqn: JaxprEqn, ins: list[Shape]) -> list[Shape]:
@@ -56,7 +57,7 @@ def _first(f: Factors, eqn: JaxprEqn, ins: list[Shape]) -> list[Shape]:
 
 def _where_same_size(f: Factors, eqn: JaxprEqn, ins: list[Shape]) -> list[Shape]:
     """bitcast_convert_type: an added or dropped last dimension is unrelated."""
-    operand, sizes = ins[0], _sizes(eqn)
+    operand, sizes = ins[0], shape_of(eqn.outvars[0])
     if len(sizes) <= len(operand):
         return [operand[: len(sizes)]]
     return [operand + f.fresh(sizes[len(operand) :])]
@@ -118,7 +119,9 @@ def _dot(f: Factors, lhs: Shape, rhs: Shape, numbers: Any) -> Shape:
 
 
 def _ragged_dot_general(f: Factors, eqn: JaxprEqn, ins: list[Shape]) -> list[Shape]:
-    """lhs [m, k] with rows in groups, rhs [g, k, n], group_sizes [g]; or the groups along k, with result [g, m, n]."""
+    """lhs [m, k] with rows in groups, rhs [g, k, n], group_sizes [g]; or the groups along k, with result [g,
+    m, n].
+    """
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     (lc, rc), (lb, rb) = numbers.dot_dimension_numbers
     groups = list(numbers.rhs_group_dimensions)
@@ -129,7 +132,7 @@ def _ragged_dot_general(f: Factors, eqn: JaxprEqn, ins: list[Shape]) -> list[Sha
         f.tie_dim(lhs[i], rhs[j])
     batch = tuple(lhs[i] for i in lb)
     dims = batch + _without(lhs, (*lc, *lb)) + _without(rhs, (*rc, *rb, *groups))
-    if len(_sizes(eqn)) == len(dims) + 1:
+    if len(shape_of(eqn.outvars[0])) == len(dims) + 1:
         dims = (sizes[-1], *dims)
     return [dims]
 
@@ -140,7 +143,7 @@ def _ragged_dot_general(f: Factors, eqn: JaxprEqn, ins: list[Shape]) -> list[Sha
 def _slice(f: Factors, eqn: JaxprEqn, ins: list[Shape]) -> list[Shape]:
     p = eqn.params
     strides = p["strides"] or (1,) * len(ins[0])
-    sizes = _sizes(eqn)
+    sizes = shape_of(eqn.outvars[0])
     return [tuple(map(f.part, ins[0], p["start_indices"], sizes, strides))]
 
 
@@ -157,7 +160,7 @@ def _concatenate(f: Factors, eqn: JaxprEqn, ins: list[Shape]) -> list[Shape]:
     axis, total = eqn.params["dimension"], 0
     parts = {}
     for v, dims in zip(eqn.invars, ins, strict=True):
-        size = v.aval.shape[axis]
+        size = shape_of(v)[axis]
         parts[total, size, 1] = dims[axis]
         total += size
         f.tie(_without(ins[0], (axis,)), _without(dims, (axis,)))
@@ -183,7 +186,7 @@ def _tile(f: Factors, eqn: JaxprEqn, ins: list[Shape]) -> list[Shape]:
 def _pad(f: Factors, eqn: JaxprEqn, ins: list[Shape]) -> list[Shape]:
     """Each dimension becomes part of a larger one; a negative amount takes a part."""
     dims = []
-    sizes = zip(eqn.invars[0].aval.shape, _sizes(eqn), strict=True)
+    sizes = zip(shape_of(eqn.invars[0]), shape_of(eqn.outvars[0]), strict=True)
     for dim, (low, high, inner), (size, total) in zip(
         ins[0], eqn.params["padding_config"], sizes, strict=True
     ):
@@ -199,12 +202,12 @@ def _pad(f: Factors, eqn: JaxprEqn, ins: list[Shape]) -> list[Shape]:
 
 
 def _dynamic_slice(f: Factors, eqn: JaxprEqn, ins: list[Shape]) -> list[Shape]:
-    sizes = zip(ins[0], eqn.invars[0].aval.shape, eqn.params["slice_sizes"], strict=True)
+    sizes = zip(ins[0], shape_of(eqn.invars[0]), eqn.params["slice_sizes"], strict=True)
     return [tuple(dim if whole == part else f.some_part(dim, part) for dim, whole, part in sizes)]
 
 
 def _dynamic_update_slice(f: Factors, eqn: JaxprEqn, ins: list[Shape]) -> list[Shape]:
-    shapes = zip(ins[0], ins[1], eqn.invars[0].aval.shape, eqn.invars[1].aval.shape, strict=True)
+    shapes = zip(ins[0], ins[1], shape_of(eqn.invars[0]), shape_of(eqn.invars[1]), strict=True)
     for dim, piece, whole, part in shapes:
         _tie_if_whole(f, dim, piece, whole, part)
     return [ins[0]]
@@ -221,19 +224,21 @@ def _tie_if_whole(f: Factors, dim: Raw, piece: Raw, whole: int, part: int) -> No
 
 
 def _gather(f: Factors, eqn: JaxprEqn, ins: list[Shape]) -> list[Shape]:
-    """The indices' dimensions come out where no window does, the operand's whole window dimensions where one does."""
+    """The indices' dimensions come out where no window does, the operand's whole window dimensions where one
+    does.
+    """
     numbers, windows = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
     operand, indices = ins[0], ins[1]
     for i, j in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True):
         f.tie_dim(operand[i], indices[j])
     gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-    sizes = eqn.invars[0].aval.shape
+    sizes = shape_of(eqn.invars[0])
     window = [
         operand[i] if n == windows[i] else f.some_part(operand[i], windows[i])
         for i, n in enumerate(sizes)
         if i not in gone
     ]
-    return [_interleave(numbers.offset_dims, window, indices[:-1], len(_sizes(eqn)))]
+    return [_interleave(numbers.offset_dims, window, indices[:-1], len(shape_of(eqn.outvars[0])))]
 
 
 def _interleave(places: Sequence[int], window: Sequence[Raw], batch: Sequence[Raw], rank: int) -> Shape:
@@ -250,7 +255,7 @@ def _scatter(f: Factors, eqn: JaxprEqn, ins: list[Shape]) -> list[Shape]:
     gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
     into = [i for i in range(len(operand)) if i not in gone]
     for i, j in zip(into, sorted(numbers.update_window_dims), strict=True):
-        whole, part = eqn.invars[0].aval.shape[i], eqn.invars[2].aval.shape[j]
+        whole, part = shape_of(eqn.invars[0])[i], shape_of(eqn.invars[2])[j]
         _tie_if_whole(f, operand[i], updates[j], whole, part)
     outside = [dim for j, dim in enumerate(updates) if j not in numbers.update_window_dims]
     f.tie(tuple(outside), indices[:-1])
@@ -259,7 +264,7 @@ def _scatter(f: Factors, eqn: JaxprEqn, ins: list[Shape]) -> list[Shape]:
 
 def _top_k(f: Factors, eqn: JaxprEqn, ins: list[Shape]) -> list[Shape]:
     axis = eqn.params.get("axis", eqn.params.get("reduction_dimension", -1)) % len(ins[0])
-    chosen = f.some_part(ins[0][axis], _sizes(eqn)[axis])
+    chosen = f.some_part(ins[0][axis], shape_of(eqn.outvars[0])[axis])
     return [(*ins[0][:axis], chosen, *ins[0][axis + 1 :])] * len(eqn.outvars)
 
 
@@ -270,7 +275,7 @@ def _reduce_window(f: Factors, eqn: JaxprEqn, ins: list[Shape]) -> list[Shape]:
     """A dimension goes through where the window moves by one and leaves the size: a pool with padding."""
     p, results = eqn.params, []
     for i, dims in enumerate(ins[: len(eqn.outvars)]):
-        sizes = zip(dims, eqn.invars[i].aval.shape, _sizes(eqn, i), p["window_strides"], strict=True)
+        sizes = zip(dims, shape_of(eqn.invars[i]), shape_of(eqn.outvars[i]), p["window_strides"], strict=True)
         results.append(tuple(d if m == n and s == 1 else f.fresh((n,))[0] for d, m, n, s in sizes))
     return results
 
@@ -280,7 +285,9 @@ def _select_and_scatter_add(f: Factors, eqn: JaxprEqn, ins: list[Shape]) -> list
 
 
 def _conv_general_dilated(f: Factors, eqn: JaxprEqn, ins: list[Shape]) -> list[Shape]:
-    """Batch goes through, features are contracted and produced; in groups, both are products with the group."""
+    """Batch goes through, features are contracted and produced; in groups, both are products with the
+    group.
+    """
     p = eqn.params
     lhs_spec, rhs_spec, out_spec = p["dimension_numbers"]
     lhs = [ins[0][i] for i in lhs_spec]
@@ -305,7 +312,7 @@ def _conv_general_dilated(f: Factors, eqn: JaxprEqn, ins: list[Shape]) -> list[S
 
 def _conv_shapes(eqn: JaxprEqn) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     variables = (*eqn.invars, eqn.outvars[0])
-    return [(v.aval.shape, spec) for v, spec in zip(variables, eqn.params["dimension_numbers"], strict=True)]
+    return [(shape_of(v), spec) for v, spec in zip(variables, eqn.params["dimension_numbers"], strict=True)]
 
 
 def _rest_of_group(f: Factors, dim: Raw, group: Raw) -> Raw:
@@ -317,7 +324,9 @@ def _rest_of_group(f: Factors, dim: Raw, group: Raw) -> Raw:
 
 
 def _conv_dim(f: Factors, p: Any, k: int, sizes: tuple[int, int, int], lhs: Raw, rhs: Raw) -> Raw:
-    """One spatial dimension: through if the kernel slides along it; patches if it steps from one to the next."""
+    """One spatial dimension: through if the kernel slides along it; patches if it steps from one to the
+    next.
+    """
     m, w, n = sizes
     stride, padding = p["window_strides"][k], tuple(p["padding"][k])
     spread, apart = p["lhs_dilation"][k], p["rhs_dilation"][k]
@@ -338,12 +347,12 @@ def _conv_dim(f: Factors, p: Any, k: int, sizes: tuple[int, int, int], lhs: Raw,
 
 def _fft(f: Factors, eqn: JaxprEqn, ins: list[Shape]) -> list[Shape]:
     kept = len(ins[0]) - len(eqn.params["fft_lengths"])
-    return [ins[0][:kept] + f.fresh(_sizes(eqn)[kept:])]
+    return [ins[0][:kept] + f.fresh(shape_of(eqn.outvars[0])[kept:])]
 
 
 def _leading(f: Factors, eqn: JaxprEqn, ins: list[Shape]) -> list[Shape]:
     """Random bits, splits and wrapped keys: the leading dimensions are those of the keys."""
-    sizes = _sizes(eqn)
+    sizes = shape_of(eqn.outvars[0])
     n = min(len(ins[0]), len(sizes))
     return [ins[0][:n] + f.fresh(sizes[n:])]
 
@@ -352,7 +361,7 @@ def _sized(f: Factors, eqn: JaxprEqn, ins: list[Shape]) -> list[Shape]:
     """Collectives that change the size of a dimension: the others go through."""
     results = []
     for operand, dims, v in zip(eqn.invars, ins, eqn.outvars, strict=False):
-        before, after = operand.aval.shape, v.aval.shape
+        before, after = shape_of(operand), shape_of(v)
         if len(before) == len(after) and eqn.params.get("tiled", True):
             sizes = zip(dims, before, after, strict=True)
             results.append(tuple(d if m == n else f.fresh((n,))[0] for d, m, n in sizes))
@@ -370,7 +379,7 @@ RULES: dict[str, Rule] = {
         "iota empty empty2 axis_index platform_index random_seed rng_uniform create_token rng_bit_generator",
         fresh,
     ),
-    **_names("optimization_barrier psum pmax pmin ppermute pbroadcast psum_invariant tie dce_sink", _each),
+    **_names("optimization_barrier psum pmax pmin ppermute pbroadcast psum_invariant", _each),
     **_names("cumsum cumprod cummax cummin cumlogsumexp rev sort", _same),
     **_names("random_clone freeze ref new_ref", _first),
     **_names(

@@ -1,9 +1,9 @@
-"""What a program shows about its axes: the facts from which `roles` tells batch from length and heads from mlp.
+"""What a program shows about its axes: the facts from which `roles` tells batch from length and heads from
+mlp.
 
-One pass over the equations that say something (dots, convolutions, gathers, maxima, scans, one-hot comparisons), with
-the factors on each side. Two questions are answered by following values backward, when asked: which input a value is
-(`source`), and where an index comes from (`origin`).
-"""
+One pass over the equations that say something (dots, convolutions, gathers, maxima, scans, one-hot
+comparisons), with the factors on each side. Two questions are answered by following values backward, when
+asked: which input a value is (`source`), and where an index comes from (`origin`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from xform.axes import Axes, Dim, Factor, Scope
-from xform.axis_rules import ELEMENTWISE
+from xform.axis_rules import ELEMENTWISE, shape_of
 from xform.trace import JaxprEqn, Literal, Var
 
 Factors = frozenset[Factor]
@@ -23,7 +23,9 @@ NONE: Factors = frozenset()
 
 @dataclasses.dataclass(frozen=True)
 class Dot:
-    """A contraction, of whatever primitive. `left` and `right` are free in one operand; `group` counts ragged groups."""
+    """A contraction, of whatever primitive. `left` and `right` are free in one operand; `group` counts ragged
+    groups.
+    """
 
     scope: Scope
     operands: tuple[Any, Any]
@@ -45,7 +47,9 @@ class Dot:
 
 @dataclasses.dataclass(frozen=True)
 class Conv:
-    """A convolution: the factors it slides over, of the kernel, of those of the kernel that cut patches; features; all."""
+    """A convolution: the factors it slides over, of the kernel, of those of the kernel that cut patches;
+    features; all.
+    """
 
     image: Factors
     kernel: Factors
@@ -56,7 +60,9 @@ class Conv:
 
 @dataclasses.dataclass(frozen=True)
 class Pick:
-    """A gather of single indices: along `rows`, with `window` whole, from an operand with all these factors."""
+    """A gather of single indices: along `rows`, with `window` whole, from an operand with all these
+    factors.
+    """
 
     scope: Scope
     operand: Any
@@ -111,7 +117,6 @@ class Evidence:
         self.chosen: set[Factor] = set()  # a top_k picks along it
         self.indexed: list[Pick] = []  # dynamic slices of size 1
         self.compared: list[tuple[Scope, JaxprEqn]] = []  # eq of integers
-        self._definitions: dict[int, dict[Var, int]] = {}
         self._sources: dict[tuple[int, Var], Var | None] = {}
         for scope in axes.scopes:
             for index, eqn in enumerate(scope.jaxpr.eqns):
@@ -121,16 +126,10 @@ class Evidence:
 
     # Following values backward
 
-    def definitions(self, scope: Scope) -> dict[Var, int]:
-        """Which equation of a body makes a variable."""
-        found = self._definitions.get(id(scope))
-        if found is None:
-            found = {v: i for i, eqn in enumerate(scope.jaxpr.eqns) for v in eqn.outvars}
-            self._definitions[id(scope)] = found
-        return found
-
     def source(self, scope: Scope, var: Any) -> Var | None:
-        """The input of the program that a value is, cast, reshaped, transposed, scaled or sliced; else None."""
+        """The input of the program that a value is, cast, reshaped, transposed, scaled or sliced; else
+        None.
+        """
         if isinstance(var, Literal):
             return None
         key = (id(scope), var)
@@ -141,7 +140,7 @@ class Evidence:
 
     def _source(self, scope: Scope, var: Var) -> Var | None:
         while True:
-            index = self.definitions(scope).get(var)
+            index = scope.makers.get(var)
             if index is None:
                 if scope.parent is None:
                     return var
@@ -150,23 +149,26 @@ class Evidence:
                     return None
                 return self.source(scope.parent, outer)
             eqn = scope.jaxpr.eqns[index]
-            inner = _inside(scope, index, eqn, var)
+            inner = inside(scope, index, eqn, var)
             if inner is not None:
                 return self.source(*inner)
             name = eqn.primitive.name
             if name in MOVES:
-                var = eqn.invars[min(eqn.outvars.index(var), len(eqn.invars) - 1)]
-                if isinstance(var, Literal):
+                operand = eqn.invars[min(eqn.outvars.index(var), len(eqn.invars) - 1)]
+                if isinstance(operand, Literal):
                     return None
+                var = operand
             elif name in ELEMENTWISE:
-                size = var.aval.size
-                tries = (self.source(scope, v) for v in eqn.invars if getattr(v.aval, "size", 0) == size)
+                shape = shape_of(var)
+                tries = (self.source(scope, v) for v in eqn.invars if shape_of(v) == shape)
                 return next((s for s in tries if s is not None), None)
             else:
                 return None
 
     def origin(self, scope: Scope, var: Any) -> frozenset[str]:
-        """Where integers come from: "data" (an input), "count" (iota, cumsum), "computed", or nothing (constants)."""
+        """Where integers come from: "data" (an input), "count" (iota, cumsum), "computed", or nothing
+        (constants).
+        """
         return frozenset(kind for kind, _, _ in self.origins(scope, var))
 
     def chosen_from(self, scope: Scope, var: Any) -> Factors:
@@ -187,7 +189,7 @@ class Evidence:
             if isinstance(var, Literal) or (id(scope), var) in seen:
                 continue
             seen.add((id(scope), var))
-            index = self.definitions(scope).get(var)
+            index = scope.makers.get(var)
             if index is None:
                 outer = None if scope.parent is None else outside(scope, var)
                 if scope.parent is not None and outer is not None:
@@ -198,7 +200,7 @@ class Evidence:
                     yield "data", scope, None
                 continue
             eqn = scope.jaxpr.eqns[index]
-            inner = _inside(scope, index, eqn, var)
+            inner = inside(scope, index, eqn, var)
             name = eqn.primitive.name
             if inner is not None:
                 todo.append(inner)
@@ -227,7 +229,7 @@ def outside(scope: Scope, var: Var) -> Any | None:
     return eqn.invars[k]
 
 
-def _inside(scope: Scope, index: int, eqn: JaxprEqn, var: Var) -> tuple[Scope, Any] | None:
+def inside(scope: Scope, index: int, eqn: JaxprEqn, var: Var) -> tuple[Scope, Any] | None:
     """The result of a body that an equation hands out as var."""
     k = eqn.outvars.index(var)
     for number in (1, 0) if eqn.primitive.name == "while" else (0,):
@@ -246,12 +248,11 @@ def _constant_origin(scope: Scope, var: Var) -> set[str]:
     return {"data"}
 
 
-MOVES = frozenset(
-    """
-    transpose reshape squeeze broadcast_in_dim slice dynamic_slice convert_element_type copy sharding_constraint reshard
-    stop_gradient optimization_barrier reduce_precision gather rev split unstack
-    """.split()
-)
+_MOVES = """
+    transpose reshape squeeze broadcast_in_dim slice dynamic_slice convert_element_type copy
+    sharding_constraint reshard stop_gradient optimization_barrier reduce_precision gather rev split unstack
+"""
+MOVES = frozenset(_MOVES.split())
 """Primitives whose result i is their operand i (or their only operand) in another shape."""
 
 VALUES: dict[str, slice] = {
@@ -354,8 +355,8 @@ def _top_k(e: Evidence, scope: Scope, index: int, eqn: JaxprEqn) -> None:
 
 
 def _eq(e: Evidence, scope: Scope, index: int, eqn: JaxprEqn) -> None:
-    aval = eqn.invars[0].aval
-    if aval.ndim and np.issubdtype(aval.dtype, np.integer):
+    aval: Any = eqn.invars[0].aval
+    if aval.shape and np.issubdtype(aval.dtype, np.integer):
         e.compared.append((scope, eqn))
 
 
@@ -385,50 +386,3 @@ FACTS: dict[str, Fact] = {
     "scan": _scan,
 }
 """Primitives that say something about roles, and what is noted of each."""
-
-
-def one_hots(e: Evidence) -> Iterator[tuple[Factors, Scope, Any]]:
-    """Axes along which integers are compared with a count, and the integers: the classes of a one-hot encoding."""
-    for scope, eqn in e.compared:
-        for counted, other in (eqn.invars, eqn.invars[::-1]):
-            if not isinstance(counted, Literal) and not isinstance(other, Literal):
-                along = _varies_along(e, scope, counted) - _varying(e, scope, other)
-                if along:
-                    yield along, scope, other
-
-
-def _varies_along(e: Evidence, scope: Scope, var: Any) -> Factors:
-    """The axis of an iota, broadcast."""
-    for where, eqn in _back(e, scope, var):
-        if eqn.primitive.name == "iota":
-            return factors([where[eqn.outvars[0]][eqn.params["dimension"]]])
-    return NONE
-
-
-def _varying(e: Evidence, scope: Scope, var: Any) -> Factors:
-    """The axes that a broadcast value had before."""
-    for where, eqn in _back(e, scope, var):
-        if eqn.primitive.name == "broadcast_in_dim":
-            return factors(where[eqn.invars[0]])
-    return factors(scope[var])
-
-
-def _back(e: Evidence, scope: Scope, var: Any) -> Iterator[tuple[Scope, JaxprEqn]]:
-    """The chain of equations with one operand that made a value, last first."""
-    while not isinstance(var, Literal):
-        index = e.definitions(scope).get(var)
-        if index is None:
-            outer = None if scope.parent is None else outside(scope, var)
-            if scope.parent is None or outer is None:
-                return
-            scope, var = scope.parent, outer
-            continue
-        eqn = scope.jaxpr.eqns[index]
-        inner = _inside(scope, index, eqn, var)
-        if inner is not None:
-            scope, var = inner
-            continue
-        yield scope, eqn
-        if eqn.primitive.name not in ("broadcast_in_dim", "convert_element_type", "reshape", "transpose"):
-            return
-        var = eqn.invars[0]

@@ -1,10 +1,11 @@
-"""The algebra under axis discovery: every dimension is a product of factors, and factors are tied, split and cut.
+"""The algebra under axis discovery: every dimension is a product of factors, and factors are tied, split and
+cut.
 
-A factor is a node of a union-find structure. Tying two makes them one class. A reshape splits a factor into a product,
-major to minor, and the split then holds wherever the class occurs. A slice, a concatenation or a pad relates a factor to
-its parts: a part is a factor of its own, and asking twice for the same part gives the same one. Nodes are plain
-numbers, so that the analysis costs little; the class of the lowest number represents the rest.
-"""
+A factor is a node of a union-find structure. Tying two makes them one class. A reshape splits a factor into a
+product, major to minor, and the split then holds wherever the class occurs. A slice, a concatenation or a pad
+relates a factor to its parts: a part is a factor of its own, and asking twice for the same part gives the
+same one. Nodes are plain numbers, so that the analysis costs little; the class of the lowest number
+represents the rest."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ _FEW = 16  # parts of one factor, up to which a new one is looked for inside the
 
 
 class Factors:
-    """The union-find structure. `split[x]` are the factors of a class that is a product, `parts[x]` its known parts."""
+    """The union-find structure. `split[x]` are the factors of a class that is a product, `parts[x]` its known
+    parts.
+    """
 
     def __init__(self) -> None:
         self.parent: list[int] = []
@@ -33,7 +36,7 @@ class Factors:
 
     def fresh(self, sizes: Sequence[int]) -> Shape:
         """The dimensions of an array that nothing is known of."""
-        parent, shape = self.parent, []
+        parent, shape = self.parent, list[Raw]()
         for n in sizes:
             if n == 1:
                 shape.append(())
@@ -71,7 +74,9 @@ class Factors:
                     self.tie_dim(x, y)
 
     def meet(self, a: Shape, b: Shape) -> Shape:
-        """Two arrays in one elementwise operation, where a dimension of size 1 is broadcast; the result's dimensions."""
+        """Two arrays in one elementwise operation, where a dimension of size 1 is broadcast; the result's
+        dimensions.
+        """
         if a == b:
             return a
         shape = []
@@ -82,7 +87,9 @@ class Factors:
         return tuple(shape)
 
     def tie_dim(self, a: Raw, b: Raw) -> None:
-        """Two dimensions of one size. Products are refined against each other as far as their boundaries agree."""
+        """Two dimensions of one size. Products are refined against each other as far as their boundaries
+        agree.
+        """
         if len(a) == 1 and len(b) == 1:
             x, y = self.find(a[0]), self.find(b[0])
             if x == y:
@@ -138,7 +145,9 @@ class Factors:
             self.tie_dim(dim, self.part(children, start, size, stride))
 
     def reshape(self, dims: Iterable[Raw], sizes: Sequence[int]) -> Shape:
-        """The same elements in other dimensions: both sides are refined to common factors, where there are any."""
+        """The same elements in other dimensions: both sides are refined to common factors, where there are
+        any.
+        """
         if 0 in sizes:
             return self.fresh(sizes)
         stack = [leaf for dim in dims for leaf in self.leaves(dim)][::-1]
@@ -164,7 +173,9 @@ class Factors:
         return tuple(shape)
 
     def _misfit(self, stack: list[int], todo: list[int], done: int, need: int) -> Shape:
-        """Unrelated dimensions for a stretch of a reshape without common factors, up to where both sides meet again."""
+        """Unrelated dimensions for a stretch of a reshape without common factors, up to where both sides meet
+        again.
+        """
         ours, theirs = done, done * need
         sizes = [theirs]
         while ours != theirs:
@@ -212,7 +223,9 @@ class Factors:
         return dim
 
     def some_part(self, dim: Raw, size: int) -> Raw:
-        """A stretch of a dimension at an unknown place: a factor of its own, which remembers where it came from."""
+        """A stretch of a dimension at an unknown place: a factor of its own, which remembers where it came
+        from.
+        """
         if size == 1:
             return ()
         new = self.fresh((size,))[0]
@@ -244,7 +257,8 @@ class Factors:
         return best.get(self.size[x], ())
 
     def tie_equal_sums(self) -> None:
-        """A join of the same parts in the same order is the same axis: [f(x[:h]), g(x[h:])] has the axis of x.
+        """A join of the same parts in the same order is the same axis: [f(x[:h]), g(x[h:])] has the axis of
+        x.
 
         A part of size 1 is no evidence of anything, so sums with one are left.
         """

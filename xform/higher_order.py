@@ -1,8 +1,9 @@
-"""How the equations that hold programs of their own (scan, cond, jit, remat, custom rules ...) are entered and rebuilt.
+"""How the equations that hold programs of their own (scan, cond, jit, remat, custom rules ...) are entered
+and rebuilt.
 
-A body is found by its type: a parameter that is a jaxpr, or a tuple of them, whatever the primitive is called. The
-tables below name only the exceptions. Because a rewrite keeps a body's type, an equation is rebuilt by putting the new
-bodies where the old ones were.
+A body is found by its type: a parameter that is a jaxpr, or a tuple of them, whatever the primitive is
+called. The tables below name only the exceptions. Because a rewrite keeps a body's type, an equation is
+rebuilt by putting the new bodies where the old ones were.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ OPAQUE: dict[str, str] = {
 """Primitives whose jaxpr parameters are not programs to enter, and why."""
 
 RULES: dict[str, str] = {"custom_jvp_call": "jvp_jaxpr_fun", "custom_vjp_call": "fwd_jaxpr_thunk"}
-"""Primitives with a differentiation rule that is a program too, made when asked for: the parameter that gives it."""
+"""Primitives with a differentiation rule that is a program too, made when asked for: the parameter that gives
+it.
+"""
 
 
 CLOSED: dict[str, str] = {"remat2": "jaxpr"}
@@ -37,7 +40,9 @@ CLOSED: dict[str, str] = {"remat2": "jaxpr"}
 
 
 def bodies(eqn: JaxprEqn) -> list[Jaxpr]:
-    """The programs inside an equation, in the order of its parameters. Their numbers are the body indices of a path."""
+    """The programs inside an equation, in the order of its parameters. Their numbers are the body indices of
+    a path.
+    """
     if eqn.primitive.name in OPAQUE:
         return []
     found: list[Jaxpr] = []
@@ -50,10 +55,12 @@ def bodies(eqn: JaxprEqn) -> list[Jaxpr]:
 
 
 def enter(eqn: JaxprEqn, f: Callable[[Jaxpr, int], Jaxpr]) -> dict[str, Any]:
-    """The equation's parameters with f(body, number) in place of each body; the same dict when nothing changed.
+    """The equation's parameters with f(body, number) in place of each body; the same dict when nothing
+    changed.
 
-    When the body of a custom_jvp or custom_vjp changes, its rule is changed alike when JAX asks for it: otherwise the
-    rewrite would be gone under differentiation. The rule's jaxpr comes with number -1: no analysis has seen it.
+    When the body of a custom_jvp or custom_vjp changes, its rule is changed alike when JAX asks for it:
+    otherwise the rewrite would be gone under differentiation. The rule's jaxpr comes with number -1: no
+    analysis has seen it.
     """
     if eqn.primitive.name in OPAQUE:
         return eqn.params
@@ -75,7 +82,7 @@ def enter(eqn: JaxprEqn, f: Callable[[Jaxpr, int], Jaxpr]) -> dict[str, Any]:
         elif isinstance(value, (tuple, list)) and any(isinstance(v, Jaxpr) for v in value):
             items = [one(v) if isinstance(v, Jaxpr) else v for v in value]
             if any(a is not b for a, b in zip(items, value, strict=True)):
-                rebuild = type(value)
+                rebuild: Any = type(value)
                 new[name] = rebuild(*items) if hasattr(value, "_fields") else rebuild(items)
     if not new:
         return eqn.params
@@ -86,7 +93,9 @@ def enter(eqn: JaxprEqn, f: Callable[[Jaxpr, int], Jaxpr]) -> dict[str, Any]:
 
 
 def hoist(eqn: JaxprEqn, params: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
-    """The parameters with the body's constants as its first inputs, where it may hold none; and those constants."""
+    """The parameters with the body's constants as its first inputs, where it may hold none; and those
+    constants.
+    """
     name = CLOSED.get(eqn.primitive.name)
     if name is None or not params[name].consts:
         return params, []
@@ -95,14 +104,17 @@ def hoist(eqn: JaxprEqn, params: dict[str, Any]) -> tuple[dict[str, Any], list[A
 
 
 def scope(eqn: JaxprEqn) -> contextlib.AbstractContextManager[Any]:
-    """The context in which a replacement inside this equation's bodies is traced: named axes and the manual mesh."""
+    """The context in which a replacement inside this equation's bodies is traced: named axes and the manual
+    mesh.
+    """
     if eqn.primitive.name == "shard_map":
         p = eqn.params
         return in_shard_map(p["mesh"], p["newly_manual_axes"], p["check_vma"])
     return contextlib.nullcontext()
 
 
-# ---------------------------------------------------------------- what is passed to a body, and what comes back
+# ---------------------------------------------------------------- what is passed to a body, and what comes
+# back
 
 
 def scan_parts(eqn: JaxprEqn) -> tuple[int, int, int]:
@@ -112,7 +124,8 @@ def scan_parts(eqn: JaxprEqn) -> tuple[int, int, int]:
 
 
 def operands(eqn: JaxprEqn, number: int) -> list[int | None]:
-    """For each input of a body, the number of the operand of the equation that it is (its first value, in a loop).
+    """For each input of a body, the number of the operand of the equation that it is (its first value, in a
+    loop).
 
     None where the body has an input that is no operand.
     """
@@ -131,7 +144,9 @@ def operands(eqn: JaxprEqn, number: int) -> list[int | None]:
 
 
 def carries(eqn: JaxprEqn, number: int) -> dict[int, int]:
-    """For the body of a loop: number of a result -> number of the body's input that it becomes on the next turn."""
+    """For the body of a loop: number of a result -> number of the body's input that it becomes on the next
+    turn.
+    """
     body = bodies(eqn)[number]
     if eqn.primitive.name == "scan":
         consts, carry, _ = scan_parts(eqn)

@@ -103,8 +103,8 @@ def name_of(cls: type[Any]) -> str:
 def options(cls: type[Any]) -> list[Option]:
     """The options of a pass, in order: the fields of its dataclass.
 
-    An option's description is in the docstring of the class: a line `name: what it does`, and what is
-    indented further below it.
+    An option's description is in the docstring of the class: a line `name: what it does`, and what
+    follows it up to the next option or an empty line.
     """
     docs = _field_docs(cls)
     return [
@@ -178,7 +178,7 @@ def _field_docs(cls: type[Any]) -> dict[str, str]:
         if start and start[1] in names:
             name = start[1]
             docs[name] = start[2].strip()
-        elif name and line.startswith("    "):
+        elif name and line.strip():
             docs[name] += f" {line.strip()}"
         else:
             name = ""

@@ -1,9 +1,9 @@
 """The engine: walks a program and replaces the equations that a rule claims by what the rule emits.
 
-Match on the graph, build by tracing. At each equation a rule looks at a `Site` and answers None (not mine), raises
-`Decline` (mine, but no), or returns values that it made by calling JAX. Equations that no rule claims are carried over
-as they are, the same objects, so that a program in which nothing changes comes back itself and costs a walk. Nobody but
-this module builds equations.
+Match on the graph, build by tracing. At each equation a rule looks at a `Site` and answers None (not mine),
+raises `Decline` (mine, but no), or returns values that it made by calling JAX. Equations that no rule claims
+are carried over as they are, the same objects, so that a program in which nothing changes comes back itself
+and costs a walk. Nobody but this module builds equations.
 """
 
 from __future__ import annotations
@@ -35,13 +35,16 @@ from xform.trace import (
 )
 
 Path = tuple[tuple[int, int], ...]
-"""Where a body stands: (equation index, body number) from the outermost jaxpr inward. Rules of a custom_jvp have -1."""
+"""Where a body stands: (equation index, body number) from the outermost jaxpr inward. Rules of a custom_jvp
+have -1.
+"""
 
 
 class Site:
     """One equation as a rule sees it: what it is, the values it is applied to, where it stands.
 
-    path: the body the equation stands in; index: its number there, both in the program as it was before the rewrite.
+    path: the body the equation stands in; index: its number there, both in the program as it was before the
+    rewrite.
     """
 
     __slots__ = ("_builder", "_invars", "_names", "eqn", "index", "jaxpr", "path")
@@ -103,10 +106,12 @@ Rule = Callable[[Site], Sequence[Value] | None]
 
 
 def rewrite(jaxpr: Jaxpr, rule: Rule, report: Report | None = None, name: str = "rewrite") -> Jaxpr:
-    """Applies a rule at every equation, at every depth. Returns a jaxpr of the same type; itself when nothing changed.
+    """Applies a rule at every equation, at every depth. Returns a jaxpr of the same type; itself when nothing
+    changed.
 
-    Outer equations are offered before what is in their bodies; what a rule emits is not offered again. `name` is the
-    pass, for the report and for errors. Raises RewriteError when a rule returns values of other types than it replaces.
+    Outer equations are offered before what is in their bodies; what a rule emits is not offered again. `name`
+    is the pass, for the report and for errors. Raises RewriteError when a rule returns values of other types
+    than it replaces.
     """
     return _Walk(rule, report, name).body(jaxpr, (), "")
 
@@ -125,7 +130,7 @@ class _Walk:
         return self.once(jaxpr, new.finish())
 
     def once(self, old: Jaxpr, new: Jaxpr) -> Jaxpr:
-        """The form that `old` was given before, when `new` is no different: what was one function stays one."""
+        """The form `old` was given before, when `new` is no different: what was one function stays one."""
         if new is old:
             return old
         _, forms = self.shared.setdefault(id(old), (old, []))
@@ -162,7 +167,9 @@ class _Walk:
 
 
 def conform(eqn: JaxprEqn, outs: Sequence[Value], name: str) -> list[Value]:
-    """Values for an equation's results, weak types made the same. Raises RewriteError, naming pass and both types."""
+    """Values for an equation's results, weak types made the same. Raises RewriteError, naming pass and both
+    types.
+    """
     if len(outs) != len(eqn.outvars):
         raise RewriteError(
             f"{name} replaced {eqn.primitive.name} at {source_line(eqn)} by {len(outs)} values;"
@@ -183,7 +190,9 @@ def conform(eqn: JaxprEqn, outs: Sequence[Value], name: str) -> list[Value]:
 
 
 def alike(a: Jaxpr, b: Jaxpr) -> bool:
-    """Whether two programs differ in nothing but the names of their variables. May answer no where it cannot tell."""
+    """Whether two programs differ in nothing but the names of their variables. May answer no where it cannot
+    tell.
+    """
     if a is b:
         return True
     inputs = list(zip(b.all_invars, a.all_invars, strict=False))
@@ -194,9 +203,9 @@ def alike(a: Jaxpr, b: Jaxpr) -> bool:
     names: dict[Var, Var] = dict(inputs)
 
     def same(x: Atom, y: Atom) -> bool:
-        if isinstance(x, Literal) or isinstance(y, Literal):
-            return type(x) is type(y) and x.aval == y.aval and same_constant(x.val, y.val)
-        return names.get(y, y) is x
+        if isinstance(x, Literal) and isinstance(y, Literal):
+            return x.aval == y.aval and same_constant(x.val, y.val)
+        return isinstance(x, Var) and isinstance(y, Var) and names.get(y, y) is x
 
     for x, y in zip(a.eqns, b.eqns, strict=True):
         if x.primitive is not y.primitive or len(x.invars) != len(y.invars) or x.ctx is not y.ctx:
@@ -205,7 +214,8 @@ def alike(a: Jaxpr, b: Jaxpr) -> bool:
             return False
         if not all(map(same, x.invars, y.invars)):
             return False
-        # A rule of a custom_jvp or custom_vjp that was carried over is one and the same, changed when it is asked for.
+        # A rule of a custom_jvp or custom_vjp that was carried over is one and the same, changed when it is
+        # asked for.
         carried = all(v is w for v, w in zip(x.outvars, y.outvars, strict=True))
         rule = RULES.get(x.primitive.name) if carried else None
         if not all(k == rule or _same_param(v, y.params[k]) for k, v in x.params.items()):
@@ -328,8 +338,8 @@ def splice(
 ) -> Jaxpr:
     """Replaces equations [start, stop) by what `emit` traces. The program's type is kept.
 
-    `emit` is called with a value for each variable that the run reads and returns a value for each that is used after,
-    both as `interface(jaxpr, start, stop)` lists them.
+    `emit` is called with a value for each variable that the run reads and returns a value for each that is
+    used after, both as `interface(jaxpr, start, stop)` lists them.
     """
     if not 0 <= start < stop <= len(jaxpr.eqns):
         raise RewriteError(f"{name}: no equations {start}:{stop} in a program of {len(jaxpr.eqns)}")

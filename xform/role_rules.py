@@ -1,229 +1,54 @@
 """How dataflow shows what an axis is: one rule a role, tried in order.
 
-A rule looks at the evidence and at what is known so far, and yields the axes that play its role; an axis keeps the first
-role it gets. No rule looks at a name or compares sizes, and a rule without evidence yields nothing.
-"""
+A rule looks at the evidence and at what is known so far, and yields the axes that play its role; an axis
+keeps the first role it gets. No rule looks at a name or compares sizes, and a rule without evidence yields
+nothing."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property
-from typing import Any
 
-import numpy as np
-
-from xform.axes import Factor, Scope
-from xform.evidence import Conv, Dot, Evidence, Factors, Maximum, Pick, Scan, factors, one_hots, union
+from xform.axes import Factor
+from xform.evidence import Factors, Pick, Scan, factors, union
+from xform.known import Known
 from xform.trace import Var
-
-
-class Known:
-    """The evidence, the roles told so far, and what follows from both."""
-
-    def __init__(self, evidence: Evidence) -> None:
-        self.e = evidence
-        self.role: dict[Factor, str] = {}
-
-    def having(self, *roles: str) -> Factors:
-        return frozenset(f for f, role in self.role.items() if role in roles)
-
-    # Data
-
-    @cached_property
-    def data(self) -> list[Var]:
-        """The inputs of integers, but keys: tokens, labels, segments, positions."""
-        jaxpr = self.e.axes.jaxpr
-        return [v for v in jaxpr.invars if _is_data(v)] or [v for v in jaxpr.constvars if _is_data(v)]
-
-    @cached_property
-    def candidates(self) -> Factors:
-        """The axes of the data: batch and length are among them."""
-        return union(factors(self.e.axes.root[v]) for v in self.data)
-
-    @cached_property
-    def data_axes(self) -> Factors:
-        """The axes of the data that come with a batch."""
-        found = [factors(self.e.axes.root[v]) for v in self.data]
-        return union(found if not self.batch else (d for d in found if d & self.batch))
-
-    @cached_property
-    def batch(self) -> Factors:
-        return self.having("batch")
-
-    def is_activation(self, side: Factors) -> bool:
-        return not side.isdisjoint(self.batch or self.candidates)
-
-    # Weights
-
-    @cached_property
-    def weight_dots(self) -> list[tuple[Dot, int]]:
-        """Dots of an activation and a weight, with the side of the weight."""
-        found = []
-        for dot in self.e.dots:
-            left, right = map(self.is_activation, dot.sides)
-            if left != right:
-                side = 1 if left else 0
-                if self.e.source(dot.scope, dot.operands[side]) is not None:
-                    found.append((dot, side))
-        return found
-
-    @cached_property
-    def convs(self) -> list[Conv]:
-        """Convolutions of an activation with a kernel; those that make a kernel's gradient are none."""
-        return [conv for conv in self.e.convs if [*map(self.is_activation, conv.sides)] == [True, False]]
-
-    @cached_property
-    def uses(self) -> list[tuple[Var, Factors]]:
-        """Each weight with its factors in a dot, once; where one is a sum, once more for each part in its place."""
-        found: dict[tuple[Var, Factors], None] = {}
-        for dot, side in self.weight_dots:
-            source = self.e.source(dot.scope, dot.operands[side])
-            assert source is not None
-            for use in _expanded(dot.sides[side]):
-                found[source, use] = None
-        return list(found)
-
-    @cached_property
-    def weights(self) -> Factors:
-        """All factors of weights."""
-        return union(use for _, use in self.uses)
-
-    @cached_property
-    def count(self) -> Counter[Factor]:
-        """How many weights have a factor."""
-        return Counter(f for _, f in {(source, f) for source, use in self.uses for f in use})
-
-    # Attention
-
-    @cached_property
-    def act_dots(self) -> list[Dot]:
-        """Dots of two activations, of each example with itself: the batch, where there is one, is not contracted."""
-        return [d for d in self.e.dots if all(map(self.is_activation, d.sides)) and self.batch <= d.batch]
-
-    @cached_property
-    def softmaxes(self) -> list[tuple[Maximum, Factors]]:
-        """Maxima of attention scores, with the axes along which they are taken: the keys."""
-        met = union(d.result | d.contract for d in self.act_dots)
-        found = []
-        for maximum in self.e.maxima:
-            keys = (maximum.reduced & met) - self.weights - self.batch
-            if keys and self.is_activation(maximum.rest | maximum.reduced):
-                found.append((maximum, keys))
-        return found
-
-    @cached_property
-    def keys(self) -> Factors:
-        return union(keys for _, keys in self.softmaxes)
-
-    @cached_property
-    def score_dots(self) -> list[tuple[Dot, Factors]]:
-        """Dots that make scores, or their gradient, with what is free on the side of the queries."""
-        found = []
-        for dot in self.act_dots:
-            features = dot.contract
-            if not features or features & (self.keys | self.candidates):
-                continue
-            if self.uses and not all(self._is_weights(f) for f in features):
-                continue
-            for queries, keys in ((dot.left, dot.right), (dot.right, dot.left)):
-                if keys & self.keys and keys <= self.keys:
-                    found.append((dot, queries))
-                    break
-        return found
-
-    def _is_weights(self, f: Factor) -> bool:
-        return f in self.weights or any(self._is_weights(g) for _, dim in f.parts for g in dim)
-
-    @cached_property
-    def scores(self) -> Factors:
-        """All axes of attention scores but the batch."""
-        return union(dot.result for dot, _ in self.score_dots) - self.batch
-
-    @cached_property
-    def lengths(self) -> Factors:
-        """What attention runs over, and the data's axes that are neither batch nor part of a weight."""
-        queries = union(queries for _, queries in self.score_dots)
-        return (self.data_axes | self.keys | queries) - self.batch - self.weights
-
-    @cached_property
-    def states(self) -> list[Dot]:
-        """Dots that sum outer products of keys and values over the length, head by head: linear attention."""
-        return [
-            d
-            for d in self.act_dots
-            if d.contract
-            and d.contract <= self.lengths - self.scores
-            and all(side & self.weights for side in (d.batch, d.left, d.right))
-        ]
-
-    @cached_property
-    def inputs(self) -> list[Factors]:
-        """The factors of the program's inputs that have a batch."""
-        found = (factors(self.e.axes.root[v]) for v in self.e.axes.jaxpr.invars)
-        return [fs for fs in found if self.is_activation(fs)]
-
-    # Tables
-
-    @cached_property
-    def tables(self) -> list[tuple[Pick, frozenset[str]]]:
-        """Single rows taken from an input that is no activation, with the origin of the indices."""
-        found = []
-        for pick in (*self.e.picks, *self.e.indexed):
-            if len(pick.rows) == 1 and pick.window and not self.is_activation(pick.factors):
-                if self.e.source(pick.scope, pick.operand) is not None:
-                    found.append((pick, self.e.origin(pick.scope, pick.indices)))
-        return found
-
-    @cached_property
-    def one_hots(self) -> Factors:
-        """Classes into which the data's integers point."""
-        return union(along for along, scope, v in one_hots(self.e) if self.points_from_data(scope, v))
-
-    def points_from_data(self, scope: Scope, integers: Any) -> bool:
-        origin = self.e.origin(scope, integers)
-        return "data" in origin and "computed" not in origin
-
-    def choices(self, among: Factors) -> Iterator[Factors]:
-        """Axes into which integers point that a top_k or argmax chose among these: one-hot classes, and indexed rows."""
-        for along, scope, v in one_hots(self.e):
-            if self.e.chosen_from(scope, v) & among:
-                yield along
-        for pick in self.e.picks:
-            if self.e.chosen_from(pick.scope, pick.indices) & among:
-                yield pick.rows & self.weights
-
-
-def _is_data(v: Var) -> bool:
-    dtype = getattr(v.aval, "dtype", None)
-    if dtype is None or not getattr(v.aval, "shape", ()):
-        return False
-    kind = getattr(dtype, "kind", "V")
-    return kind == "b" or (kind == "i" and dtype.itemsize > 1) or dtype == np.uint8
-
-
-def _expanded(use: Factors) -> Iterator[Factors]:
-    yield use
-    for f in sorted(use, key=lambda f: f.id):
-        for part in f.sum:
-            yield from _expanded((use - {f}) | frozenset(part))
-
 
 # Rules, in the order of RULES
 
 
 def _batch(k: Known) -> Iterable[Factor]:
-    """The axis of the data that pairs each example with itself: where two activations meet, it is batched, not free."""
-    for candidates in (k.candidates, *_everywhere(k)):
-        plus, minus = _paired(k, candidates)
-        if plus - minus:
-            return plus - minus if minus else _first(k, plus)
-        leads = union(scan.lead for scan in k.e.scans)
-        rest = candidates - minus
-        first = _first(k, rest - leads) or _first(k, rest)
-        if first:
-            return first
-    return []
+    """The axis of the data that pairs each example with itself: where two activations meet, it is batched,
+    not free.
+    """
+    plus, minus = _paired(k, k.candidates)
+    if plus - minus:
+        return plus - minus if minus else _first(k, plus)
+    leads = union(scan.lead for scan in k.e.scans)
+    rest = k.candidates - minus
+    return _first(k, rest - leads) or _first(k, rest) or _batch_of_floats(k)
+
+
+def _batch_of_floats(k: Known) -> list[Factor]:
+    """Without integers to go by: an axis in every dot that leads most of the inputs, is contracted in none,
+    and is no result's.
+    """
+    if not k.e.dots:
+        return []
+    root = k.e.axes.root
+    common = frozenset.intersection(*(d.result | d.contract for d in k.e.dots))
+    plus, minus = _paired(k, common)
+    common = plus - minus or common - minus
+    free = common - union(d.contract for d in k.e.dots)
+    out = union(factors(root[v]) for v in root.jaxpr.outvars)
+    votes = Counter(f for v in root.jaxpr.invars for f in factors(root[v][:1]) if len(root[v]) > 1)
+    ranked = sorted(((votes[f] + (f in free), f not in out, f) for f in common if votes[f]), key=_rank)
+    unique = len(ranked) == 1 or (len(ranked) > 1 and _rank(ranked[0]) < _rank(ranked[1]))
+    return [ranked[0][2]] if unique else []
+
+
+def _rank(entry: tuple[int, bool, Factor]) -> tuple[int, int]:
+    return -entry[0], -entry[1]
 
 
 def _paired(k: Known, candidates: Factors) -> tuple[Factors, Factors]:
@@ -241,30 +66,18 @@ def _paired(k: Known, candidates: Factors) -> tuple[Factors, Factors]:
 
 
 def _first(k: Known, allowed: Factors) -> list[Factor]:
-    """What is allowed of the dimension that leads most of the inputs, those of integers if they have it."""
-    root = k.e.axes.root
-    integers = allowed <= k.candidates
+    """What is allowed of the first such dimension of most inputs of integers."""
     votes: Counter[tuple[Factor, ...]] = Counter()
-    for v in k.data if integers else root.jaxpr.invars:
-        dims = [tuple(f for f in dim if f in allowed) for dim in root[v]]
-        if integers or len(dims) > 1:
-            votes.update([dim for dim in (dims if integers else dims[:1]) if dim][:1])
-    return list(max(votes, key=votes.__getitem__)) if votes else []
-
-
-def _everywhere(k: Known) -> list[Factors]:
-    """Without integers to go by: the axes in every dot, at best free in all of them and no result's."""
-    if not k.e.dots:
-        return []
-    root = k.e.axes.root
-    common = frozenset.intersection(*(d.result | d.contract for d in k.e.dots))
-    free = common - union(d.contract for d in k.e.dots)
-    out = union(factors(root[v]) for v in root.jaxpr.outvars)
-    return [free - out, common - out, free]
+    for v in k.data:
+        dims = (tuple(f for f in dim if f in allowed) for dim in k.e.axes.root[v])
+        votes.update([dim for dim in dims if dim][:1])
+    return list(votes.most_common(1)[0][0]) if votes else []
 
 
 def _microbatches(k: Known) -> Iterable[Factor]:
-    """A scan over data, and nothing else of the examples, that carries none: each step takes some of the batch."""
+    """A scan over data, and nothing else of the examples, that carries none: each step takes some of the
+    batch.
+    """
     for scan in k.e.scans:
         data = [
             k.e.source(scan.scope, v)
@@ -276,10 +89,12 @@ def _microbatches(k: Known) -> Iterable[Factor]:
 
 
 def _layers(k: Known) -> Iterable[Factor]:
-    """The first axis of weights that a scan, carrying activations, goes through; or that a loop indexes one by one."""
+    """The first axis of weights that a scan, carrying activations, goes through; or that a loop indexes one
+    by one.
+    """
     for scan in k.e.scans:
         weights = any(len(s) > 1 and not k.is_activation(s) for s in scan.scanned)
-        if weights and k.is_activation(scan.carry) and not _over_data(k, scan):
+        if weights and k.is_activation(scan.carry) and not _over_tokens(k, scan):
             yield from scan.lead
     for pick in k.e.indexed:
         if pick.in_loop and len(pick.window) > 1 and not k.is_activation(pick.factors):
@@ -288,16 +103,19 @@ def _layers(k: Known) -> Iterable[Factor]:
                 yield from pick.rows
 
 
-def _over_data(k: Known, scan: Scan) -> bool:
-    return bool(scan.lead & k.data_axes)
+def _over_tokens(k: Known, scan: Scan) -> bool:
+    """Whether a scan goes through the tokens: what it takes besides is no layer's."""
+    return any(scan.lead & pick.index_factors for pick, _ in _tables_of_data(k))
 
 
 def _vocab(k: Known) -> Iterable[Factor]:
-    """The axis of the logits along which the data's labels pick, and the rows of the table that its integers index."""
+    """The axis of the logits along which the data's labels pick, and the rows of the table that its integers
+    index.
+    """
     for pick in k.e.picks:
-        if pick.rows & k.weights and k.is_activation(pick.factors):
-            if k.points_from_data(pick.scope, pick.indices):
-                yield from pick.rows & k.weights
+        classes = pick.rows & k.weights
+        if classes and k.is_activation(pick.factors) and k.points_from_data(pick.scope, pick.indices):
+            yield from classes
     yield from k.one_hots & k.weights
     rows = [pick.rows for pick, origin in _tables_of_data(k)]
     tied = [r for r in rows if r & (k.weights | k.having("vocab"))]
@@ -330,21 +148,30 @@ def _head_dim(k: Known) -> Iterable[Factor]:
     for dot in k.states:
         yield from (dot.left | dot.right) & k.weights
     for dot in k.act_dots:
-        if dot.contract & k.scores & k.lengths:
-            if dot.batch - k.batch or (dot.left | dot.right) & k.lengths:
-                yield from (dot.left | dot.right) - k.scores - k.lengths
+        free = dot.left | dot.right
+        if dot.contract & k.scores & k.lengths and (dot.batch - k.batch or free & k.lengths):
+            yield from free - k.scores - k.lengths
 
 
 def _heads(k: Known) -> Iterator[tuple[Factor, bool]]:
-    """The axes of heads, and whether there is a projection to a head's dimension without them: the keys'."""
-    for dot, queries in k.score_dots:
-        having = [use for _, use in k.uses if use & dot.contract]
-        having = having or [fs for fs in k.inputs if fs & dot.contract]
-        for f in (dot.batch | (queries & k.weights)) - k.batch - k.lengths:
-            yield f, any(f in fs for fs in having) and any(f not in fs for fs in having)
+    """The axes of heads, and whether the keys are projected without them: shared by a group of queries."""
+    found = [(d, (d.batch | (queries & k.weights)) - k.batch - k.lengths) for d, queries in k.score_dots]
+    every = union(heads for _, heads in found)
+    uses = [use for _, use in k.uses]
+    for dot, heads in found:
+        having = [use for use in uses if use & dot.contract] or [fs for fs in k.inputs if fs & dot.contract]
+        shared = any(use.isdisjoint(every) for use in having)
+        for f in heads:
+            yield f, shared or any(_is_within(f, g, having) for g in heads if g is not f)
     for dot in k.states:
         for f in dot.batch & k.weights:
             yield f, False
+
+
+def _is_within(f: Factor, g: Factor, sets: Iterable[Factors]) -> bool:
+    """Whether g is wherever f is, and elsewhere too."""
+    with_f = [g in s for s in sets if f in s]
+    return all(with_f) and any(g in s and f not in s for s in sets)
 
 
 def _q_group(k: Known) -> Iterable[Factor]:
@@ -358,7 +185,9 @@ def _kv_heads(k: Known) -> Iterable[Factor]:
 
 
 def _kv_length(k: Known) -> Iterable[Factor]:
-    """What a softmax runs over, for queries along another axis, or for a single one if it is not the tokens' axis."""
+    """What a softmax runs over, for queries along another axis, or for a single one if it is not the tokens'
+    axis.
+    """
     tokens = union(pick.index_factors for pick, _ in _tables_of_data(k))
     found: set[Factor] = set()
     for maximum, keys in k.softmaxes:
@@ -376,19 +205,24 @@ def _attended(k: Known) -> Iterable[Factor]:
 
 
 def _experts(k: Known) -> Iterable[Factor]:
-    """The groups of a ragged dot; what a router chooses among; what batches weights and a router scores."""
+    """The groups of a ragged dot; what a router chooses among, or weighs where weights are stacked along
+    it.
+    """
     for dot in k.e.dots:
         yield from dot.group
-    routed = union(m.reduced for m in k.e.maxima) | k.e.chosen
-    made = union(dot.result & dot.sides[side] for dot, side in k.weight_dots if not dot.batch)
-    batched = union(dot.batch & dot.sides[side] for dot, side in k.weight_dots)
-    experts = made & (k.e.chosen | (routed & batched))
+    embed = k.having("embed")
+    routers = union(use for _, use in k.uses if len(use) == 2 and (use & embed or not embed)) - embed
+    stacked = union(use for _, use in k.uses if len(use) > 2)
+    softmaxed = union(m.reduced for m in k.e.maxima)
+    experts = routers & (k.e.chosen | (softmaxed & stacked)) - frozenset(k.role)
     yield from experts
     yield from union(k.choices(experts))
 
 
 def _residual(k: Known) -> Iterable[Factor]:
-    """What heads are projected from and back to; without attention, the axis that more weights have than any other."""
+    """What heads are projected from and back to; without attention, the axis that more weights have than any
+    other.
+    """
     heads = k.having("kv_heads", "q_group", "head_dim")
     aside = heads | k.having("layers", "experts", "vocab")
     for dot, queries in k.score_dots:
@@ -407,13 +241,13 @@ def _residual(k: Known) -> Iterable[Factor]:
 
 
 def _mlp(k: Known) -> Iterable[Factor]:
-    """Made from the residual stream by one weight and contracted back to it by another. If no stream is known: between
-    two weights, but for the features of convolutions."""
+    """Made from the residual stream by one weight and contracted back to it by another. If no stream is
+    known: between two weights, but for the features of convolutions."""
     embed = k.having("embed")
     others = embed | k.having("experts") if embed else k.having("experts", "vocab")
     named = frozenset(k.role) | (frozenset() if embed else union(conv.features for conv in k.convs))
     partners: dict[Factor, set[Var]] = {}
-    for source, use in k.uses:
+    for source, use in (*k.uses, *k.expert_uses):
         hidden = use - named
         if len(use) > 1 and use - hidden <= others and (use & embed or not embed):
             for f in hidden:
@@ -430,7 +264,9 @@ def _made(f: Factor, freed: Factors) -> bool:
 
 
 def _scored(k: Known) -> Iterable[Factor]:
-    """A softmax over what a weight makes of the residual stream, and what a language model gives as its last result."""
+    """A softmax over what a weight makes of the residual stream, and what a language model gives as its last
+    result.
+    """
     made = union(d.result & d.sides[side] for d, side in k.weight_dots if d.contract & k.having("embed"))
     single = frozenset(f for f in made if k.count[f] == 1)
     yield from single & union(m.reduced for m in k.e.maxima if k.is_activation(m.rest))
@@ -443,7 +279,9 @@ def _scored(k: Known) -> Iterable[Factor]:
 
 
 def _positions(k: Known) -> Iterable[Factor]:
-    """Rows of a table that counted integers index, one row for all examples, or that the length is a part of."""
+    """Rows of a table that counted integers index, one row for all examples, or that the length is a part
+    of.
+    """
     embed = k.having("embed")
     for pick, origin in k.tables:
         if pick.window & embed and ("count" in origin or not k.is_activation(pick.index_factors)):
@@ -516,8 +354,8 @@ RULES: tuple[tuple[str, Callable[[Known], Iterable[Factor]]], ...] = (
     ("head_dim", _head_dim),
     ("kv_length", _kv_length),
     ("length", _attended),
-    ("experts", _experts),
     ("embed", _residual),
+    ("experts", _experts),
     ("mlp", _mlp),
     ("vocab", _scored),
     ("positions", _positions),

@@ -1,15 +1,16 @@
 """What each axis of a program is, told from its dataflow alone: batch, length, embed, mlp, vocab and so on.
 
-`axes` says which dimensions are the same axis; here each gets a role. The rules are a table (`role_rules.RULES`), the facts
-they look at are in `evidence`. An axis that no rule names gets a name made for it ("axis0"), never a wrong role; a user can
-name it, or split it, in the plan:
+`axes` says which dimensions are the same axis; here each gets a role. The rules are a table
+(`role_rules.RULES`), the facts they look at are in `evidence`. An axis that no rule names gets a name made
+for it ("axis0"), never a wrong role; a user can name it, or split it, in the plan:
 
-    roles = find_roles(find_axes(jaxpr), {"mlp": "['w1'][1]", "['wqkv'][1]": ["3", "kv_heads=4", "head_dim"]}, paths)
+    names = {"mlp": "['w1'][1]", "['wqkv'][1]": ["3", "kv_heads=4", "head_dim"]}
+    roles = find_roles(find_axes(jaxpr), names, paths)
     roles.of(roles.axes.root, jaxpr.invars[0])       # (("embed",), ("kv_heads", "q_group", "head_dim"))
 
-A part of an axis that has no role of its own is called after the whole ("length_part": all tokens but the last), a whole
-after its part ("length_whole"), and an axis that is a sum after what is summed: the output of one projection to queries, keys
-and values is "kv_heads*q_group*head_dim+kv_heads*head_dim+kv_heads*head_dim".
+A part of an axis that has no role of its own is called after the whole ("length_part": all tokens but the
+last), a whole after its part ("length_whole"), and an axis that is a sum after what is summed: the output of
+one projection to queries, keys and values is "kv_heads*q_group*head_dim+kv_heads*head_dim+kv_heads*head_dim".
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from math import prod
 from typing import Any
 
 from xform.axes import Axes, Dim, Factor, Scope, find_axes
+from xform.axis_rules import shape_of
 from xform.errors import PlanError
 from xform.evidence import Evidence
-from xform.role_rules import RULES, Known
+from xform.known import Known
+from xform.role_rules import RULES
 from xform.trace import Jaxpr, JaxprEqn, Literal, Var, name_stack, source_line
 
 ROLES: dict[str, str] = {
@@ -51,12 +54,16 @@ ROLES: dict[str, str] = {
 """The vocabulary, in order, and what each role means."""
 
 Place = re.compile(r"(?P<path>.*)\[(?P<dimension>-?\d+)\](?:\.(?P<factor>\d+))?$")
-"""Where a plan points: an input's path, one of its dimensions, and, where that is a product, which of its factors."""
+"""Where a plan points: an input's path, one of its dimensions, and, where that is a product, which of its
+factors.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One line of the table: a role, the sizes it has, in how many inputs it occurs, some of these, and a user's line."""
+    """One line of the table: a role, the sizes it has, in how many inputs it occurs, some of these, and a
+    user's line.
+    """
 
     role: str
     size: int
@@ -103,7 +110,9 @@ class Roles:
         return any(f in self.batch for dim in scope[var] for f in dim)
 
     def is_weight(self, scope: Scope, var: Var | Literal) -> bool:
-        """Whether a variable is an array without a batch: a parameter, its gradient, its optimizer's state."""
+        """Whether a variable is an array without a batch: a parameter, its gradient, its optimizer's
+        state.
+        """
         return bool(scope[var]) and not self.is_activation(scope, var)
 
     def factors(self, role: str) -> list[Factor]:
@@ -117,7 +126,9 @@ class Roles:
         return {path: [list(dim) for dim in self.of(root, v)] for path, v in pairs}
 
     def table(self, examples: int = 3) -> list[Row]:
-        """The axes for printing, roles in the vocabulary's order: where inputs have them, or who makes them."""
+        """The axes for printing, roles in the vocabulary's order: where inputs have them, or who makes
+        them.
+        """
         places: dict[Factor, list[str]] = {}
         for path, v in zip(self.paths, self.axes.jaxpr.invars, strict=False):
             for i, dim in enumerate(self.axes.root[v]):
@@ -144,11 +155,11 @@ class Roles:
 def find_roles(axes: Axes, names: Mapping[str, Any] | None = None, inputs: Sequence[str] = ()) -> Roles:
     """The roles of a program's axes.
 
-    `inputs` are the paths of the program's inputs, as `jax.tree_util.keystr` writes them. `names` is what the user says:
-    role -> place or places, where a place is a path and a dimension, "['params']['w1'][1]", and with ".0" behind it one
-    factor of a product; or a place -> the factors to split it into, major to minor, each a size, a name, or "name=size",
-    with at most one size left out. Raises PlanError for a place that is not there.
-    """
+    `inputs` are the paths of the program's inputs, as `jax.tree_util.keystr` writes them. `names` is what the
+    user says: role -> place or places, where a place is a path and a dimension, "['params']['w1'][1]", and
+    with ".0" behind it one factor of a product; or a place -> the factors to split it into, major to minor,
+    each a size, a name, or "name=size", with at most one size left out. Raises PlanError for a place that is
+    not there."""
     names = dict(names or {})
     said: list[tuple[str, str]] = []
     for key, value in names.items():
@@ -173,7 +184,9 @@ def find_roles(axes: Axes, names: Mapping[str, Any] | None = None, inputs: Seque
 
 
 def describe(jaxpr: Jaxpr, in_paths: Sequence[str], names: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The axes of a program as plain data: {"axes": [{"role", "size"}], "inputs": {path: [[role, ...] per dimension]}}."""
+    """The axes of a program as plain data: {"axes": [{"role", "size"}], "inputs": {path: [[role, ...] per
+    dimension]}}.
+    """
     roles = find_roles(find_axes(jaxpr), names, in_paths)
     rows = dict.fromkeys((row.role, row.size) for row in roles.table())
     return {"axes": [{"role": role, "size": size} for role, size in rows], "inputs": roles.inputs()}
@@ -271,7 +284,7 @@ def _split(axes: Axes, place: str, value: Any, paths: Sequence[str]) -> list[tup
     """Split a dimension as the user says; the names that come with it."""
     v, dimension, factor = _find(axes, place, paths)
     entries = [value] if isinstance(value, (str, int)) else list(value)
-    total = v.aval.shape[dimension]
+    total = shape_of(v)[dimension]
     names, sizes = zip(*(_entry(place, entry) for entry in entries), strict=True) if entries else ((), ())
     known = prod(n for n in sizes if n)
     if factor is not None or sizes.count(None) > 1 or known == 0 or total % known:

@@ -1,9 +1,10 @@
 """Functions to jaxprs and back, and the boundary where a function is about to be differentiated.
 
-This is the one module that touches jax's private names; everything else takes them from here, and one test imports
-them all, so that a new jax shows at once what moved. A program is traced on avals (`ShapeDtypeStruct`s lose explicit
-shardings) and carried over equation by equation: `inline` copies a jaxpr into the trace at hand without binding
-anything again, and a `Builder` collects what a replacement emits by calling JAX.
+This is the one module that touches jax's private names; everything else takes them from here, and one test
+imports them all, so that a new jax shows at once what moved. A program is traced on avals
+(`ShapeDtypeStruct`s lose explicit shardings) and carried over equation by equation: `inline` copies a jaxpr
+into the trace at hand without binding anything again, and a `Builder` collects what a replacement emits by
+calling JAX.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ __all__ = [
     "inline",
     "lazily",
     "name_stack",
-    "rename_effects",
     "plain_aval",
+    "rename_effects",
     "same_constant",
     "same_weak_type",
     "source_frame",
@@ -75,11 +76,11 @@ def trace_context() -> Any:
 
 
 def plain_aval(aval: Any) -> Any:
-    """The type without a mesh whose axes are all automatic: such a mesh says where a value lies, not what it is."""
-    sharding = getattr(aval, "sharding", None)
-    if sharding is None or sharding.mesh.empty or not sharding.mesh.are_all_axes_auto:
+    """The type without a mesh whose axes are all automatic: that says where a value lies, not what it is."""
+    mesh = aval.sharding.mesh if isinstance(aval, ShapedArray) else None
+    if mesh is None or mesh.empty or not mesh.are_all_axes_auto:
         return aval
-    return ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type)
+    return ShapedArray(aval.shape, aval.dtype, weak_type=aval.weak_type, memory_space=aval.memory_space)
 
 
 # ---------------------------------------------------------------- functions to jaxprs, and back
@@ -91,9 +92,9 @@ def trace_flat(
     name: str,
     arg_names: Sequence[str] | None = None,
 ) -> Jaxpr:
-    """Traces `fn`, which takes values of types `avals` and returns a flat sequence, to a jaxpr with its constants.
+    """Traces `fn`, from values of types `avals` to a flat sequence, to a jaxpr with its constants.
 
-    Values that `fn` closes over, tracers of an enclosing trace included, become the jaxpr's constants. Never cached.
+    Values that `fn` closes over, tracers of an enclosing trace included, become its constants. Never cached.
     """
     names = tuple(arg_names) if arg_names is not None else tuple(f"args[{i}]" for i in range(len(avals)))
     debug_info = core.DebugInfo("xform", name, names, None)
@@ -110,7 +111,7 @@ def eval_jaxpr(jaxpr: Jaxpr, *args: Value) -> list[Value]:
 def inline(jaxpr: Jaxpr, *args: Value) -> list[Value]:
     """Evaluates a jaxpr by copying its equations into the current trace, without abstract evaluation.
 
-    Sources, name stacks, effects and contexts are kept. Where the current trace records no jaxpr, binds instead.
+    Sources, name stacks, effects and contexts are kept. Binds where the current trace records no jaxpr.
     """
     trace = core.trace_ctx.trace
     if not isinstance(trace, pe.DynamicJaxprTrace):
@@ -143,7 +144,7 @@ def bind(eqn: JaxprEqn, args: Sequence[Value], params: dict[str, Any]) -> list[V
     primitive, trace = eqn.primitive, core.trace_ctx.trace
     bound = primitive.get_bind_params(params)
     if "subfuns" in bound and isinstance(trace, pe.DynamicJaxprTrace):
-        # A custom rule or a shard_map: to bind it would trace its body anew, and lose what is a constant to it.
+        # A custom rule or a shard_map: to bind it would trace its body anew, and lose what is constant to it.
         here = source_info_util.current()
         tracers = [trace.to_jaxpr_tracer(dtypes.canonicalize_value(x), here) for x in args]
         avals, effs = equation_type(eqn.replace(invars=[t.val for t in tracers], params=params))
@@ -153,7 +154,7 @@ def bind(eqn: JaxprEqn, args: Sequence[Value], params: dict[str, Any]) -> list[V
 
 
 def _literal(trace: Any, literal: Literal) -> Any:
-    """A tracer for a literal, of the literal's own type: its value alone may have forgotten that it was weak."""
+    """A tracer for a literal, of the literal's own type: its value alone may have forgotten to be weak."""
     return pe.DynamicJaxprTracer(trace, literal.aval, literal, source_info_util.new_source_info())
 
 
@@ -175,7 +176,7 @@ def body_effects(jaxpr: Jaxpr) -> Any:
 
 
 def equation_type(eqn: JaxprEqn) -> tuple[list[Any], Any]:
-    """The types of an equation's results and its effects, as its primitive has them for its operands and parameters."""
+    """The types of an equation's results, and its effects, that follow from its operands and parameters."""
     primitive, avals = eqn.primitive, [v.aval for v in eqn.invars]
     with eqn.ctx.manager:
         typecheck = core.custom_typechecks.get(primitive)
@@ -195,15 +196,15 @@ def equation_type(eqn: JaxprEqn) -> tuple[list[Any], Any]:
 class Builder:
     """Collects the equations that a function emits when it is called on a program's own variables.
 
-    `value(atom)` gives a value that stands for a variable of the program; `emit(eqn, f)` calls `f` with JAX recording
-    into this builder, at the place in the source of `eqn`, and returns the new equations and the atoms that `f`
-    returned. Array constants that `f` brings become constants, found in `constants()`.
+    `value(atom)` gives a value that stands for a variable of the program; `emit(eqn, f)` calls `f` with JAX
+    recording into this builder, at the place in the source of `eqn`, and returns the new equations and the
+    atoms that `f` returned. Array constants that `f` brings become constants, found in `constants()`.
     """
 
     def __init__(self, debug_info: Any) -> None:
         self._trace = pe.DynamicJaxprTrace(debug_info, parent_trace=core.trace_ctx.trace)
-        # Held strongly: a constant must outlive the tracer that a rule had of it, for its variable is in the equations.
-        self._trace.frame.constid_to_tracer = {}
+        # Held strongly: a constant outlives the tracer a rule had of it, for its variable is in the equations.
+        self._trace.frame.constid_to_tracer = {}  # type: ignore[assignment]
         self._tracers: dict[Var, Any] = {}
 
     def value(self, atom: Atom) -> Value:
@@ -295,7 +296,7 @@ def name_stack(eqn: JaxprEqn) -> str:
 
 
 def source_frame(eqn: JaxprEqn) -> Any | None:
-    """The frame of the user's source: the innermost outside installed packages, else the innermost outside jax."""
+    """The frame of the user's source: the innermost outside installed packages, else outside jax."""
     frames = list(source_info_util.user_frames(eqn.source_info.traceback))
     for frame in frames:
         if "site-packages" not in frame.file_name and "dist-packages" not in frame.file_name:
@@ -318,23 +319,26 @@ _cache_key = jax.make_user_context(None)
 _active = threading.local()
 _patch_lock = threading.Lock()
 _patched = 0
+_autodiff: Any = ad
 _linearize, _backward_pass = ad.linearize, ad.backward_pass3
 
 
 @contextlib.contextmanager
 def boundary(change: Change, key: Any) -> Iterator[None]:
-    """While active, every function that is about to be differentiated in reverse is first rewritten by `change`.
+    """While active, `change` rewrites every function that is about to be differentiated in reverse.
 
-    The outermost call of `jax.grad`, `value_and_grad` or `vjp` (and all that is built on them) has its function traced
-    on its own, closed-over tracers becoming constants; `change` rewrites the jaxpr, and JAX differentiates the result.
-    What is differentiated inside that function, or by a custom rule on the way back, belongs to it and is left alone.
-    `key`, hashable, keeps programs traced under one boundary out of jit's caches for another: a function that jit has
-    traced under an equal key is not traced again, and `change` not called.
+    The outermost call of `jax.grad`, `value_and_grad` or `vjp` (and all that is built on them) has its
+    function traced on its own, closed-over tracers becoming constants; `change` rewrites the jaxpr, and JAX
+    differentiates the result. What is differentiated inside that function, or by a custom rule on the way
+    back, belongs to it and is left alone. `key`, hashable, keeps programs traced under one boundary out of
+    jit's caches for another: a function that jit has traced under an equal key is not traced again, and
+    `change` not called.
     """
     global _patched
     with _patch_lock:
         if _patched == 0:
-            ad.linearize, ad.backward_pass3 = _linearize_at_boundary, _backward_pass_inside
+            _autodiff.linearize = _linearize_at_boundary
+            _autodiff.backward_pass3 = _backward_pass_inside
         _patched += 1
     try:
         with _acting(change, ("boundary", key)):
@@ -343,7 +347,7 @@ def boundary(change: Change, key: Any) -> Iterator[None]:
         with _patch_lock:
             _patched -= 1
             if _patched == 0:
-                ad.linearize, ad.backward_pass3 = _linearize, _backward_pass
+                _autodiff.linearize, _autodiff.backward_pass3 = _linearize, _backward_pass
 
 
 @contextlib.contextmanager
@@ -385,7 +389,7 @@ def _backward_pass_inside(*args: Any, **kwargs: Any) -> Any:
 
 
 def _rewritten(fun: Callable[..., Any], primals: Any, change: Change) -> Callable[..., Any]:
-    """`fun` as the evaluation of its rewritten jaxpr. Outputs that depend on no input need no program: they pass beside."""
+    """`fun` as the evaluation of its rewritten jaxpr. Outputs that were never traced pass beside it."""
     tree: Any = None
     outs: list[Any] = []
     with_paths, in_tree = jax.tree_util.tree_flatten_with_path(primals.unflatten())
@@ -420,8 +424,9 @@ def debug_info(name: str, arg_names: Sequence[str]) -> Any:
 def _private_names() -> list[Any]:
     """Every private name used here, for the test that says what a new jax has moved."""
     return [
-        _as_manual_mesh, _extend_axis_env, ad.backward_pass3, ad.linearize, ad_checkpoint, api_util, batching, config._check_vma,
-        core.custom_typechecks, core.DebugInfo, core.resolve_input_effects, core.trace_ctx, effects.JaxprInputEffect, hlo, lax_internal._convert_element_type,
-        lu.wrap_init, pe.DynamicJaxprTrace, pe.DynamicJaxprTracer, pe._memoize, pe.make_jaxpr_effects, pe.trace_to_jaxpr_dynamic,
-        source_info_util.user_frames, tree_util, use_abstract_mesh,
+        _as_manual_mesh, _extend_axis_env, ad.backward_pass3, ad.linearize, ad_checkpoint, api_util, batching,
+        config._check_vma, core.custom_typechecks, core.DebugInfo, core.resolve_input_effects, core.trace_ctx,
+        dtypes.canonicalize_value, effects.JaxprInputEffect, hlo, lax_internal._convert_element_type,
+        lu.wrap_init, pe.DynamicJaxprTrace, pe.DynamicJaxprTracer, pe._memoize, pe.make_jaxpr_effects,
+        pe.trace_to_jaxpr_dynamic, source_info_util.user_frames, tree_util, use_abstract_mesh,
     ]  # fmt: skip

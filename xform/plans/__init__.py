@@ -61,7 +61,7 @@ def tensor_2d(x: int, y: int = -1) -> Plan:
     """
     embed = (("tensor_transpose",),)
     rules = dict.fromkeys(("embed", "embed_attn", "embed_vocab", "activation_embed"), embed)
-    return Plan({"tensor_transpose": x, "tensor": y}, (registry.find("shard")(rules=rules),))
+    return Plan({"tensor_transpose": x, "tensor": y}, (registry.find("shard")(rules=rules, strict=False),))
 
 
 def fsdp_tensor(n: int, tensor: int = -1) -> Plan:

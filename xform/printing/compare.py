@@ -65,7 +65,7 @@ class Match:
 
 
 def compare(before: Jaxpr, after: Jaxpr, keys: Fingerprints | None = None) -> Match:
-    """How the second program comes from the first; `keys` of earlier comparisons save work in a chain of them."""
+    """How the second program comes from the first; `keys` of earlier comparisons save work in a chain."""
     return Comparison(Fingerprints() if keys is None else keys).bodies(before, after, None)
 
 

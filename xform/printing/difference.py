@@ -358,4 +358,6 @@ def _difference(old: JaxprEqn, new: JaxprEqn, before: Names, after: Names) -> st
     ):
         if many[0] != many[1]:
             found.append(f"{many[0]} {what} -> {many[1]}")
+    if not found:
+        return "the program inside differs"
     return "; ".join(found[:4]) + ("; ..." if len(found) > 4 else "")

@@ -185,7 +185,7 @@ def again_line(eqn: JaxprEqn, number: int, depth: int, where: str, body: Jaxpr) 
 def body_line(eqn: JaxprEqn, number: int, body: Jaxpr, names: Names, depth: int) -> Line:
     title = body_label(eqn, number)
     given = [typed(v, names) for v in body.invars]
-    split = phrases.scan_split(eqn.params)
+    split = phrases.loop_split(eqn, title)
     if split is not None and sum(split) == len(given):
         consts, carry, _ = split
         groups = [given[:consts], given[consts : consts + carry], given[consts + carry :]]

@@ -138,6 +138,7 @@ section > .body { padding: 6px 0 10px; }
 .notes { margin: 6px 0 0; padding-left: 20px; font-size: 14px; }
 .l { display: grid; grid-template-columns: 26px minmax(0, 1fr) minmax(120px, 30%); border-left: 3px solid
   transparent; }
+.l.wide { grid-template-columns: 26px minmax(0, 1fr); } .l.wide > .s { display: none; }
 .l > .m { text-align: center; color: var(--soft); user-select: none; }
 .l > .t { padding-left: calc(var(--d) * 18px + 20px); text-indent: -20px; overflow-wrap: anywhere;
   white-space: pre-wrap;
@@ -244,7 +245,8 @@ function place(src, scope) {
 }
 const CLASS = {'+': 'add', '-': 'del', '~': 'again'};
 function row([depth, kind, text, src, scope, mark]) {
-  return `<div class="l ${CLASS[mark] || ''}" style="--d:${depth}"><span class="m">${mark || ''}</span>` +
+  const look = (CLASS[mark] || '') + (KINDS[kind] === 'text' ? ' wide' : '');
+  return `<div class="l ${look}" style="--d:${depth}"><span class="m">${mark || ''}</span>` +
     `<span class="t">${looks(KINDS[kind], data.texts[text])}</span>${place(src, scope)}</div>`;
 }
 function fill(fold) {

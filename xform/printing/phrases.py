@@ -23,8 +23,9 @@ MACHINERY = frozenset(
         r"\w+",
         """
         bwd check_vma compiler_options_kvs concrete_mesh context_mesh copy_semantics ctx_mesh
-        differentiated ft_in ft_out fwd_jaxpr_thunk in_layouts in_tree inline jvp_jaxpr_fun keep_unused
-        num_consts out_layouts out_tree out_trees prevent_cse resource_env srcs symbolic_zeros
+        differentiated ft_in ft_out fwd_jaxpr_thunk has_placeholders in_layouts in_tree inline
+        jvp_jaxpr_fun keep_unused np_printoptions num_consts out_layouts out_tree out_trees prevent_cse
+        resource_env result_avals srcs symbolic_zeros tree
         """,
     )
 )
@@ -110,13 +111,26 @@ def _scan(p: Mapping[str, Any]) -> list[str]:
     return found
 
 
+def loop_split(eqn: JaxprEqn, label: str) -> tuple[int, int, int] | None:
+    """How many inputs of a loop's body are constant, carried and scanned over, in this order."""
+    p = eqn.params
+    if eqn.primitive.name == "while":
+        body = p["cond_jaxpr"] if label == "condition" else p["body_jaxpr"]
+        consts = p["cond_nconsts"] if label == "condition" else p["body_nconsts"]
+        return consts, len(body.invars) - consts, 0
+    return scan_split(p)
+
+
 def scan_split(p: Mapping[str, Any]) -> tuple[int, int, int] | None:
-    """How many operands of a scan are constant, carried and scanned over, in this order."""
     tree = p.get("ft_in")
     if tree is None or not hasattr(tree, "unpack"):
         return None
     consts, carry, xs = (len(part) for part in tree.unpack())
     return consts, carry, xs
+
+
+def _while(p: Mapping[str, Any]) -> list[str]:
+    return _rest(p, {"cond_nconsts", "body_nconsts"})
 
 
 def _shard_map(p: Mapping[str, Any]) -> list[str]:
@@ -166,6 +180,7 @@ PHRASES: dict[str, Callable[[Mapping[str, Any]], list[str]]] = {
     "scatter-add": _gather,
     "jit": _jit,
     "scan": _scan,
+    "while": _while,
     "shard_map": _shard_map,
     "device_put": _device_put,
     "reshard": _reshard,
@@ -206,14 +221,16 @@ def _says_nothing(value: Any) -> bool:
 def label(eqn: JaxprEqn) -> str:
     """The primitive, with the name of the function that it calls when it has one: `jit silu`."""
     primitive, name = eqn.primitive.name, eqn.params.get("name")
-    if primitive == "name" or not isinstance(name, str):
-        source = eqn.params.get("call_jaxpr")
-        info = getattr(source, "debug_info", None) or eqn.params.get("name_and_src_info")
-        name = getattr(info, "func_src_info", None) or getattr(info, "name", None)
-        if primitive not in ("custom_jvp_call", "custom_vjp_call", "pallas_call") or not name:
-            return primitive
-        name = str(name).split(" at ")[0]
-    return f"{primitive} {name}"
+    if primitive in CALLS_BY_SOURCE:
+        body = eqn.params.get(CALLS_BY_SOURCE[primitive])
+        name = name or getattr(getattr(body, "debug_info", None), "func_src_info", None)
+    if primitive == "name" or not isinstance(name, str) or not name:
+        return primitive
+    return f"{primitive} {name.split(' at ')[0].replace(' ', '_')}"
+
+
+CALLS_BY_SOURCE = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr", "pallas_call": "jaxpr"}
+"""Primitives that call a function whose name stands with its body, and the parameter that is the body."""
 
 
 def exactly(eqn: JaxprEqn) -> str:

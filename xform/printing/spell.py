@@ -132,6 +132,9 @@ def _function(value: Any) -> str:
     if isinstance(value, functools.partial):
         args = [spell(a) for a in value.args] + [f"{k}={spell(v)}" for k, v in value.keywords.items()]
         return f"{_function(value.func)}({', '.join(args)})"
+    wrapped = getattr(value, "callback_func", None)  # what a pure_callback calls
+    if callable(wrapped):
+        return _function(wrapped)
     info = getattr(value, "debug_info", None)
     if info is not None and hasattr(info, "func_src_info"):
         return str(info.func_src_info).split(" at ")[0]

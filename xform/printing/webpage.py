@@ -296,7 +296,7 @@ class _Page:
         place = f"<b>{_e(where)}</b> {_e(code)}" if where else _e(line.scope)
         note = f' data-note="{_e(row.note)}"' if row.note else ""
         mark = row.mark.strip().replace("-", MINUS)
-        look = CLASSES[row.mark] + (" pair" if row.changed else "")
+        look = CLASSES[row.mark] + (" pair" if row.changed else "") + (" wide" if line.kind == "text" else "")
         return (
             f'<div class="l {look}" style="--d:{line.depth}" data-k="{self.kind(line)}"{note}>'
             f'<span class="m">{mark}</span><span class="t">{_e(line.text)}</span>'

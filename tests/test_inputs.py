@@ -1,0 +1,69 @@
+"""Parameters, optimizer state and data are told apart by the dataflow."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from xform.axes import find_axes
+from xform.inputs import kinds
+from xform.models import llama
+from xform.roles import find_roles
+
+
+def kinds_of(fn, *args):
+    jaxpr = jax.make_jaxpr(fn)(*args)
+    paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_flatten_with_path(args)[0]]
+    return dict(zip(paths, kinds(jaxpr, find_roles(find_axes(jaxpr), None, paths)), strict=True))
+
+
+@pytest.mark.parametrize("scan", [True, False])
+def test_adamws_moments_and_counts_are_the_optimizers(scan):
+    fn, args = llama.train_step(size="tiny", layers=2, scan=scan)
+    for path, kind in kinds_of(fn, *args).items():
+        wanted = "data" if path.startswith("[1]") else "parameter" if ".params" in path else "optimizer"
+        assert kind == wanted, path
+
+
+def test_a_loss_has_parameters_and_data_only():
+    fn, args = llama.loss(size="tiny", layers=2)
+    assert set(kinds_of(fn, *args).values()) == {"parameter", "data"}
+
+
+def small_step(optimizer):
+    def loss(params, tokens):
+        x = params["table"][tokens]
+        return jnp.square(jnp.tanh(x @ params["w"]) @ params["table"].T).mean()
+
+    def step(params, state, tokens):
+        updates, state = optimizer.update(jax.grad(loss)(params, tokens), state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = {"table": jnp.ones((56, 24)), "w": jnp.ones((24, 24))}
+    return step, params, optimizer.init(params)
+
+
+def test_the_state_of_several_steps_in_one_scan_is_told_apart():
+    step, params, state = small_step(optax.adam(1e-3))
+
+    def several(params, state, batches):
+        def one(carry, tokens):
+            return step(*carry, tokens), None
+
+        return jax.lax.scan(one, (params, state), batches)[0]
+
+    found = kinds_of(several, params, state, jnp.zeros((5, 3, 7), jnp.int32))
+    assert {kind for path, kind in found.items() if path.startswith("[0]")} == {"parameter"}
+    assert {kind for path, kind in found.items() if path.startswith("[1]")} == {"optimizer"}
+    assert found["[2]"] == "data"
+
+
+def test_a_step_inside_jit_and_cond_is_seen_through():
+    step, params, state = small_step(optax.sgd(1e-3, momentum=0.9))
+
+    def maybe(params, state, tokens, ready):
+        return jax.lax.cond(ready, jax.jit(step), lambda p, s, t: (p, s), params, state, tokens)
+
+    found = kinds_of(maybe, params, state, jnp.zeros((3, 7), jnp.int32), True)
+    assert {kind for path, kind in found.items() if path.startswith("[0]")} == {"parameter"}
+    assert {kind for path, kind in found.items() if path.startswith("[1]")} == {"optimizer"}
