@@ -100,12 +100,14 @@ def merge(x: jax.Array, kernel: jax.Array) -> jax.Array:
     return jnp.einsum("blhd,hde->ble", x, kernel.astype(x.dtype))
 
 
+@jax.named_scope("attention")
 def attention(x: jax.Array, source: jax.Array, weights: Params, bias: jax.Array) -> jax.Array:
     """Attention of x over source."""
     key, value = project(source, weights["key"]), project(source, weights["value"])
     return merge(attend(project(x, weights["query"]), key, value, bias), weights["out"])
 
 
+@jax.named_scope("mlp")
 def mlp(x: jax.Array, weights: Params, config: Config) -> jax.Array:
     """The residual branch of the MLP, norm and all."""
     hidden = jax.nn.relu(norm(x, weights["mlp_norm"], config) @ weights["up"].astype(x.dtype))

@@ -105,10 +105,12 @@ class Attention(nnx.Module):
             merged, config.embed, axis=(-2, -1), use_bias=False, dtype=config.dtype, rngs=rngs
         )
 
+    @jax.named_scope("attention")
     def __call__(self, x: jax.Array, rotation: Rotation, mask: jax.Array) -> jax.Array:
         query, key = rotate(self.query(x), rotation), rotate(self.key(x), rotation)
         return self.out(attend(query, key, self.value(x), mask))
 
+    @jax.named_scope("attention")
     def decode(
         self, x: jax.Array, rotation: Rotation, mask: jax.Array, cache: Cache, position: jax.Array
     ) -> tuple[jax.Array, Cache]:
@@ -131,6 +133,7 @@ class Mlp(nnx.Module):
         self.up = linear(config.embed, config.mlp)
         self.down = linear(config.mlp, config.embed)
 
+    @jax.named_scope("mlp")
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
 

@@ -53,7 +53,7 @@ def steps(depth: int) -> st.SearchStrategy[list[Step]]:
 
 @st.composite
 def programs(draw: Any, depth: int = 2) -> tuple[Callable[..., list[Any]], list[Any]]:
-    """A function from arrays to a list of arrays, and arguments for it, one of them a Python scalar (weak)."""
+    """A function from arrays to a list of arrays, and arguments for it, the last a Python scalar (weak)."""
     kinds = draw(
         st.lists(st.tuples(st.sampled_from(SHAPES), st.sampled_from(DTYPES)), min_size=1, max_size=3)
     )

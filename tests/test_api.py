@@ -292,6 +292,18 @@ def test_a_pass_that_changes_the_type_of_the_program_is_named():
         parallelize(jnp.sin, plan(Halve()))(X)
 
 
+def test_under_enable_checks_every_pass_is_checked():
+    @dataclasses.dataclass(frozen=True)
+    class Wrong(Double):
+        def rewrite(self, jaxpr: Any, context: Any) -> Any:
+            return jaxpr.replace(eqns=jaxpr.eqns[:-1])
+
+    with jax.enable_checks(True):
+        assert_close(parallelize(train_step, plan(Soften()))(W, X), train_step(W, X, softsign))
+        with pytest.raises(Exception, match="not defined"):
+            parallelize(lambda x: jnp.sin(x) * 3, plan(Wrong()))(X)
+
+
 def test_the_program_says_what_its_inputs_and_results_are():
     program = parallelize(lambda state, batch, *, scale: {"loss": state["w"] + scale}, ONE).trace(
         {"w": W}, X, scale=jax.ShapeDtypeStruct((), np.float32)

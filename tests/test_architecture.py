@@ -24,9 +24,11 @@ LAYERS = (
     "printing",  # programs as text, diffs
     "html",  # programs as a page
     "factors",  # axes: dimensions as products, the union-find
+    "integers",  # axes: what integers index
     "axis_rules",  # axes: what each primitive ties
     "axes",  # which dimensions are the same axis
     "evidence",  # axes: what the dataflow shows of them
+    "known",  # axes: roles as they are told
     "role_rules",  # axes: what that makes them
     "roles",  # what each axis is
     "logical",  # its name in MaxText's rules

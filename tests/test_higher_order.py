@@ -101,12 +101,25 @@ def test_the_predicate_of_a_cond_is_no_operand_of_its_branches():
     assert operands(eqn, 0) == operands(eqn, 1) == list(range(1, len(eqn.invars)))
 
 
-@pytest.mark.parametrize("name", ["layers", "scan", "while_loop", "cond", "custom_vjp", "remat"])
+def test_the_functions_of_a_linear_solve_have_their_own_constants_and_the_solvers_the_right_hand_side():
+    eqn = holder("linear_solve")
+    (matvec, _, solve, _) = eqn.params["const_lengths"]
+    right = len(eqn.invars) - 1
+    assert operands(eqn, 0) == [*range(matvec), None]
+    assert operands(eqn, 2)[-1] == right and len(operands(eqn, 2)) == solve + 1
+    assert [len(operands(eqn, n)) for n in range(4)] == [len(b.invars) for b in bodies(eqn)]
+
+
+@pytest.mark.parametrize(
+    "name", ["layers", "scan", "while_loop", "cond", "custom_vjp", "remat", "linear_solve"]
+)
 def test_an_operand_has_the_type_of_the_input_that_it_is(name):
     eqn = holder(name)
     for number, body in enumerate(bodies(eqn)):
         consts, carry, _ = scan_parts(eqn) if name == "scan" else (len(body.invars), 0, 0)
         for i, (v, position) in enumerate(zip(body.invars, operands(eqn, number), strict=True)):
+            if position is None:
+                continue
             aval = eqn.invars[position].aval
             assert v.aval.shape == (aval.shape[1:] if i >= consts + carry else aval.shape)
 

@@ -38,7 +38,9 @@ def test_axes_that_do_not_divide_are_dropped_one_by_one():
     spec, why = rules.spec(dims(("x", 12)), "w")
     assert spec == P("b")
     assert why == "x -> b (12 does not divide by a=2)"
-    assert [str(n) for n in rules.report.of("dropped")] == ["shard: dropped a=2 for x: 12 does not divide (w)"]
+    assert [str(n) for n in rules.report.of("dropped")] == [
+        "shard: dropped a=2 for x: 12 does not divide (w)"
+    ]
 
 
 def test_only_partial_layouts_leave_a_dimension_open():

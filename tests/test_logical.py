@@ -27,14 +27,24 @@ def test_weights_of_llama_have_maxtexts_names():
     assert named["[0]['head']['kernel']"] == ["embed_vocab", "vocab"]
     assert named["[0]['norm']['scale']"] == ["norm"]
     assert named[f"{layer}['mlp_norm']['scale']"] == ["layers", "norm"]
-    assert named[f"{layer}['attention']['query']['kernel']"] == ["layers", "embed_attn", "heads", "kv_head_dim"]
-    assert named[f"{layer}['attention']['key']['kernel']"] == ["layers", "embed_attn", "kv_heads", "kv_head_dim"]
+    assert named[f"{layer}['attention']['query']['kernel']"] == [
+        "layers",
+        "embed_attn",
+        "heads",
+        "kv_head_dim",
+    ]
+    assert named[f"{layer}['attention']['key']['kernel']"] == [
+        "layers",
+        "embed_attn",
+        "kv_heads",
+        "kv_head_dim",
+    ]
     assert named[f"{layer}['mlp']['up']['kernel']"] == ["layers", "embed", "mlp"]
     assert named["[1]['inputs']"] == ["activation_embed_and_logits_batch", "activation_norm_length"]
 
 
 def test_activations_are_told_apart_by_what_else_they_have():
-    named, roles, jaxpr = names_of(*llama.loss(size="tiny", scan=True))
+    _, roles, _ = names_of(*llama.loss(size="tiny", scan=True))
     seen = {
         tuple(d.name for d in logical_names(roles, scope, v))
         for scope in roles.axes.scopes

@@ -87,10 +87,9 @@ def test_sizes_have_the_published_number_of_parameters(
 
 
 @every_model
-@pytest.mark.parametrize("scan", [False, True])
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("scan", "packed"), [(False, True), (True, False)])
 def test_abstract_arguments_are_the_shapes_of_the_real_ones(name: str, scan: bool, packed: bool) -> None:
-    for factory in ("loss", "train_step", "decode_step"):
+    for factory in ("train_step", "decode_step"):
         options = {"size": ODD[name], "batch": 2, "length": 6, "packed": packed, "scan": scan}
         _, abstract = getattr(MODULES[name], factory)(**options)
         _, real = getattr(MODULES[name], factory)(**options, abstract=False)
@@ -100,7 +99,7 @@ def test_abstract_arguments_are_the_shapes_of_the_real_ones(name: str, scan: boo
 
 @every_model
 def test_init_makes_the_state_that_train_step_takes(name: str) -> None:
-    options = {"size": ODD[name], "abstract": False, "seed": 3}
+    options = {"size": ODD[name], "length": 9, "abstract": False, "seed": 3}
     _, (state, _) = MODULES[name].train_step(**options)
     fn, (key,) = MODULES[name].init(**options)
     close(fn(key), state)
@@ -163,7 +162,7 @@ def test_scanned_and_unrolled_layers_have_the_same_loss_and_gradients(name: str)
 def test_packed_texts_are_read_as_if_each_stood_alone(name: str) -> None:
     forward, (params, batch) = odd(name, "forward", packed=True)
     logits = forward(params, batch)
-    for row in range(3):
+    for row in range(2):
         for segment in (1, 2):
             where = np.flatnonzero(batch["segments"][row] == segment)
             alone = forward(params, {"inputs": batch["inputs"][row : row + 1, where]})
@@ -173,7 +172,7 @@ def test_packed_texts_are_read_as_if_each_stood_alone(name: str) -> None:
 def test_packed_inputs_and_targets_are_read_as_if_each_stood_alone() -> None:
     forward, (params, batch) = odd("encoder_decoder", "forward", packed=True, length=12)
     logits = forward(params, batch)
-    for row in range(3):
+    for row in range(2):
         for segment in (1, 2):
             source = np.flatnonzero(batch["input_segments"][row] == segment)
             target = np.flatnonzero(batch["segments"][row] == segment)
@@ -208,6 +207,7 @@ def test_a_padded_weight_of_zero_takes_the_token_out_of_the_loss(name: str) -> N
     close(loss(params, batch | {"targets": changed}), loss(params, batch))
 
 
+@pytest.mark.slow  # compiles a forward pass and a decoding step
 @every_model
 @pytest.mark.parametrize("scan", [False, True])
 def test_decoding_gives_the_logits_of_the_whole_text_position_by_position(name: str, scan: bool) -> None:

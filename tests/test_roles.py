@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from jax import lax
@@ -497,6 +498,26 @@ def grouped_fused(p: Any, x: Any) -> Any:
     return x + attention(q, k, v).reshape(2, 8, 24) @ p["o"]
 
 
+def rotary(q: Any, k: Any, v: Any) -> Any:
+    """Attention after a rotation of pairs of features, written as products with a table of positions."""
+    angles = jnp.arange(q.shape[1])[:, None] / 10.0 ** jnp.arange(2)
+    cos, sin = jnp.repeat(jnp.cos(angles), 2, axis=1), jnp.repeat(jnp.sin(angles), 2, axis=1)
+
+    def rotate(x: Any) -> Any:
+        turned = jnp.stack([-x[..., 1::2], x[..., ::2]], -1).reshape(x.shape)
+        return jnp.einsum("ld,blhd->blhd", cos, x) + jnp.einsum("ld,blhd->blhd", sin, turned)
+
+    return attention(rotate(q), rotate(k), v)
+
+
+def relative(p: Any, x: Any) -> Any:
+    """Attention with a bias for each head and distance, the distances a constant."""
+    distance = np.abs(np.subtract.outer(np.arange(8), np.arange(8)))
+    q, k, v = (jnp.einsum("ble,ehd->blhd", x, p[n]) for n in "qkv")
+    scores = jnp.einsum("blhd,bmhd->bhlm", q, k) + p["bias"][distance].transpose(2, 0, 1)
+    return x + jnp.einsum("bhlm,bmhd,hde->ble", jax.nn.softmax(scores), v, p["o"])
+
+
 def state_space(p: Any, x: Any) -> Any:
     """A depthwise convolution along the text and a recurrence."""
     h, gate = jnp.split(x @ p["in"], 2, axis=-1)
@@ -524,6 +545,21 @@ LAYERS: dict[str, tuple[Callable, dict[str, Any], dict[str, str]]] = {
     "experts with a capacity": (lambda p, x: moe_capacity(p, block(p, x)), EXPERTS, EXPERTS_ROLES),
     "experts, sorted": (lambda p, x: moe_ragged(p, block(p, x)), EXPERTS, EXPERTS_ROLES),
     "linear attention": (lambda p, x: block(p, x, linear_attention), HEADED, HEADED_ROLES),
+    "rotary positions": (
+        lambda p, x: block(p, x, rotary),
+        HEADED,
+        {
+            "q": "embed | kv_heads | head_dim head_dim",
+            "k": "embed | kv_heads | head_dim head_dim",
+            "v": "embed | kv_heads | head_dim",
+            "o": "kv_heads | head_dim | embed",
+        },
+    ),
+    "relative positions": (
+        relative,
+        HEADED | {"bias": f(9, 3)},
+        HEADED_ROLES | {"bias": "buckets | kv_heads"},
+    ),
     "queries in chunks": (lambda p, x: block(p, x, in_chunks), HEADED, HEADED_ROLES),
     "a low-rank addition": (
         adapted,
@@ -764,6 +800,23 @@ def test_contrast_of_images_and_texts_is_no_attention() -> None:
 
     roles = told(loss, ({"a": f(5, 7), "b": f(4, 7)}, f(6, 5), f(6, 4)))
     assert not {"head_dim", "kv_length", "length", "vocab"} & {roles.name(x) for x in roles.axes.all()}
+
+
+def test_two_streams_projected_to_one_space() -> None:
+    """What both make, and neither takes back, is no `mlp`."""
+
+    def loss(p: Any, tokens: Any, labels: Any, x: Any) -> Any:
+        text = gated(p["layers"][0], block(p["layers"][0], p["table"][tokens]))
+        other = block(p["other"], x)
+        a, b = text.mean(1) @ p["a"], other.mean(1) @ p["b"]
+        return picked(text @ p["table"].T, labels) - (a * b).mean()
+
+    other = {n: f(*(15 if size == 12 else size for size in w.shape)) for n, w in HEADED.items()}
+    params = model_of(**LAYER) | {"other": other, "a": f(12, 9), "b": f(15, 9)}
+    found = inputs(told(sgd(loss), (params, *TOKENS, f(2, 11, 15))))
+    assert (found["0.a"], found["0.b"]) == ("embed | axis0", "embed | axis0")
+    assert below("0.layers.#.", found) == LAYER_ROLES
+    assert below("0.other.", found) == HEADED_ROLES
 
 
 def test_the_same_roles_each_time() -> None:

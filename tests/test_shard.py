@@ -52,9 +52,7 @@ def traced(fn, *args, mesh, **options):
 
 
 def specs(program) -> dict[str, P]:
-    return {
-        leaf.path: s.spec for leaf, s in zip(program.inputs, program.in_shardings, strict=True)
-    }
+    return {leaf.path: s.spec for leaf, s in zip(program.inputs, program.in_shardings, strict=True)}
 
 
 def test_constraints_go_on_the_lookup_the_products_and_nothing_else():
@@ -68,7 +66,9 @@ def test_constraints_go_on_the_lookup_the_products_and_nothing_else():
 
     def by_hand(params, tokens):
         return model(
-            params, tokens, lambda x, place: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, places[place]))
+            params,
+            tokens,
+            lambda x, place: jax.lax.with_sharding_constraint(x, NamedSharding(mesh, places[place])),
         )
 
     wanted = parallelize(by_hand, Plan({"fsdp": 4, "tensor": 2})).trace(PARAMS, TOKENS)
@@ -144,9 +144,7 @@ def scanned(params, tokens):
     x = params["table"].at[tokens].get(mode="clip")
     x, _ = jax.lax.scan(layer, x, (params["ups"], params["downs"]))
     logits = x @ params["head"]
-    return -jnp.take_along_axis(
-        jax.nn.log_softmax(logits), tokens[..., None], axis=-1, mode="clip"
-    ).mean()
+    return -jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., None], axis=-1, mode="clip").mean()
 
 
 STACKED = {
@@ -186,7 +184,9 @@ def test_a_dimension_that_does_not_divide_drops_the_axis_and_says_so():
 
 def test_a_one_device_mesh_changes_nothing():
     before = jax.make_jaxpr(model)(PARAMS, TOKENS)
-    program = parallelize(model, Plan({"fsdp": 1}, [Shard()]), devices=jax.devices()[:1]).trace(PARAMS, TOKENS)
+    program = parallelize(model, Plan({"fsdp": 1}, [Shard()]), devices=jax.devices()[:1]).trace(
+        PARAMS, TOKENS
+    )
     assert printing.diff(before, program.jaxpr) == []
 
 

@@ -22,12 +22,11 @@ from typing import Any
 import jax
 import numpy as np
 
-# The private names of jax that this needs; they move to xform.trace with all others.
-from jax._src.interpreters import mlir, pxla
 from jaxlib import _jax as xla
 from jaxlib.mlir import ir
 
 from xform import topologies
+from xform.trace import mlir, pxla
 
 PR_SET_PDEATHSIG = 1
 

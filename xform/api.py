@@ -26,7 +26,17 @@ from xform.errors import PlanError, RewriteError
 from xform.plan import Pass, Plan
 from xform.report import Report
 from xform.topologies import make_mesh
-from xform.trace import Jaxpr, Tracer, boundary, inline, plain_aval, trace_context, trace_flat, typeof
+from xform.trace import (
+    Jaxpr,
+    Tracer,
+    boundary,
+    check_jaxpr,
+    inline,
+    plain_aval,
+    trace_context,
+    trace_flat,
+    typeof,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -350,6 +360,8 @@ def _run(jaxpr: Jaxpr, passes: Sequence[Pass], context: Context, stages: list[St
         name = type(p).__name__.lower()
         if (was := _type(before)) != (now := _type(jaxpr)):
             raise RewriteError(f"{name} made a program of type {now}; it was {was}")
+        if jax.config.jax_enable_checks:
+            check_jaxpr(jaxpr)
         stages.append(Stage(name + suffix, before, jaxpr))
     return jaxpr
 

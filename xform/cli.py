@@ -116,6 +116,7 @@ def axes(options: argparse.Namespace) -> None:
     import jax
 
     from xform import roles, targets
+    from xform.axes import find_axes
 
     _virtual_devices(1)
     fn, args = targets.load(options.target, options.settings)
@@ -123,8 +124,20 @@ def axes(options: argparse.Namespace) -> None:
     paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_flatten_with_path(args)[0]]
     if options.json:
         print(json.dumps(roles.describe(jaxpr, paths), indent=1))
-    else:
-        print(roles.render(jaxpr, paths))
+        return
+    found = roles.find_roles(find_axes(jaxpr), None, paths)
+    rows = [("role", "size", "axes", "occurs in")]
+    for row in found.table(examples=2):
+        more = row.count - len(row.inputs)
+        examples = ", ".join(row.inputs) + (f" and {more} more" if more else "")
+        rows.append((row.role, str(row.size), str(row.axes), examples or row.where))
+    print(_columns(rows))
+    print()
+    shapes = {path: v.aval.str_short() for path, v in zip(paths, jaxpr.invars, strict=True)}
+    spelled = {p: " x ".join("·".join(d) or "1" for d in dims) or "-" for p, dims in found.inputs().items()}
+    print(_columns([(path, shapes[path], spelled[path]) for path in paths]))
+    for name, count in found.axes.unruled.items():
+        print(f"# no rule for {name} ({count}): it ties nothing")
 
 
 def explain(options: argparse.Namespace) -> None:
@@ -311,6 +324,13 @@ def _donated(option: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> tupl
     out = jax.eval_shape(fn, *args)
     results = [types(o) for o in (out if isinstance(out, tuple) else (out,))] + [types(out)]
     return tuple(i for i, a in enumerate(args) if jax.tree.leaves(a) and types(a) in results)
+
+
+def _columns(rows: Sequence[Sequence[str]]) -> str:
+    """Rows as lines, in columns as wide as what stands in them."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    return "\n".join(line.rstrip() for line in lines)
 
 
 def _progress(options: argparse.Namespace) -> Callable[[str], None]:

@@ -16,6 +16,7 @@ from xform.trace import Jaxpr, JaxprEqn, in_shard_map, lazily
 
 OPAQUE: dict[str, str] = {
     "pallas_call": "a kernel is left whole",
+    "mpmd_map": "a kernel is left whole",
     "reduce": "combines two scalars",
     "reduce_window": "combines two scalars",
     "scatter": "combines two scalars",
@@ -138,15 +139,22 @@ def operands(eqn: JaxprEqn, number: int) -> list[int | None]:
         if body is eqn.params["cond_jaxpr"]:
             return [*range(cond_consts), *carried]
         return [*range(cond_consts, cond_consts + body_consts), *carried]
+    if name == "custom_linear_solve":
+        # One function after the other has its constants among the operands; the right-hand side comes last.
+        lengths = eqn.params["const_lengths"]
+        present = [k for k in lengths._fields if getattr(eqn.params["jaxprs"], k) is not None]
+        first = sum(getattr(lengths, k) for k in present[:number])
+        consts = getattr(lengths, present[number])
+        right = range(sum(lengths), len(eqn.invars))
+        rest = [None] * (inputs - consts) if "solve" not in present[number] else list(right)
+        return [*range(first, first + consts), *rest]
     # cond has its predicate first; everything else passes its operands as they are.
     offset = 1 if name == "cond" else 0
     return [i + offset if i + offset < len(eqn.invars) else None for i in range(inputs)]
 
 
 def carries(eqn: JaxprEqn, number: int) -> dict[int, int]:
-    """For the body of a loop: number of a result -> number of the body's input that it becomes on the next
-    turn.
-    """
+    """For the body of a loop: number of a result -> number of the input that it becomes on the next turn."""
     body = bodies(eqn)[number]
     if eqn.primitive.name == "scan":
         consts, carry, _ = scan_parts(eqn)

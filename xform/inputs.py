@@ -1,10 +1,10 @@
 """What each input of a program is to it: a parameter, optimizer state, or data.
 
 Told from the dataflow, never from names. Data has a batch or length axis. Of the rest, what flows into an
-activation (anything with a batch or length axis) is a parameter. What meets only parameters and their gradients
-is the optimizer's: a moment, a count. Since the next parameters come of both, and the next step or an evaluation
-may use them in the same program, the flow is not followed through anything that was computed from a gradient. In
-a loss or a forward pass there is no optimizer state.
+activation (anything with a batch or length axis) is a parameter. What meets only parameters and their
+gradients is the optimizer's: a moment, a count. Since the next parameters come of both, and the next step or
+an evaluation may use them in the same program, the flow is not followed through anything that was computed
+from a gradient. In a loss or a forward pass there is no optimizer state.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ def kinds(jaxpr: Jaxpr, roles: Roles) -> list[Kind]:
 def _reaching(
     jaxpr: Jaxpr, scope: Scope, roles: Roles, wanted: set[Var], from_gradient: set[Var]
 ) -> set[Var]:
-    """The variables of a body that flow into an activation, or into `wanted`, past no value made of a gradient.
+    """The variables of a body that flow into an activation, or into `wanted`, past no value made of a
+    gradient.
 
     from_gradient: inputs of the body that were; it grows by the variables inside.
     """
@@ -65,7 +66,9 @@ def _reaching(
 def _through(
     eqn: JaxprEqn, index: int, scope: Scope, roles: Roles, reaching: set[Var], from_gradient: set[Var]
 ) -> set[Var]:
-    """The operands of an equation with bodies that flow into an activation in it, or through it into one after."""
+    """The operands of an equation with bodies that flow into an activation in it, or through it into one
+    after.
+    """
     found: set[Var] = set()
     for number, body in enumerate(bodies(eqn)):
         wanted: set[Var] = set()

@@ -40,6 +40,7 @@ def logical_names(roles: Roles, scope: Scope, var: Var | Literal) -> list[Named]
     dims, factors = roles.of(scope, var), scope[var]
     flat = {role for dim in dims for role in dim}
     active = bool(flat & ACTIVATION)
+    alone = sum(bool(dim) and dim != ("layers",) for dim in dims) == 1
     found = []
     for dim, parts in zip(dims, factors, strict=True):
         if not dim:
@@ -49,7 +50,7 @@ def logical_names(roles: Roles, scope: Scope, var: Var | Literal) -> list[Named]
         if not roles.is_told(parts[0]) and not parts[0].sum:
             found.append(Named(None, role, size))
             continue
-        name = _of_activation(role, flat) if active else _of_weight(role, flat, len(dims))
+        name = _of_activation(role, flat) if active else _of_weight(role, flat, alone)
         found.append(Named(name, role, size))
     return found
 
@@ -65,10 +66,10 @@ def _heads(dim: Sequence[str], parts: Sequence[Factor]) -> tuple[str, int]:
     return ("heads" if count > 1 else dim[0]), size
 
 
-def _of_weight(role: str, flat: set[str], rank: int) -> str:
+def _of_weight(role: str, flat: set[str], alone: bool) -> str:
     experts = "experts" in flat
     match role:
-        case "embed" if rank == 1 or flat <= {"embed", "layers"}:
+        case "embed" if alone:
             return "norm"
         case "embed" if experts:
             return "embed_moe" if "mlp" in flat else "embed_router"

@@ -21,15 +21,16 @@ from xform.trace import (
     Jaxpr,
     JaxprEqn,
     Literal,
+    Tracer,
     Value,
     Var,
     bind,
     body_effects,
     equation_type,
+    fitted,
     name_stack,
     rename_effects,
     same_constant,
-    same_weak_type,
     source_line,
     typeof,
 )
@@ -106,8 +107,7 @@ Rule = Callable[[Site], Sequence[Value] | None]
 
 
 def rewrite(jaxpr: Jaxpr, rule: Rule, report: Report | None = None, name: str = "rewrite") -> Jaxpr:
-    """Applies a rule at every equation, at every depth. Returns a jaxpr of the same type; itself when nothing
-    changed.
+    """Applies a rule at every equation, at every depth. Gives a jaxpr of the same type; itself if unchanged.
 
     Outer equations are offered before what is in their bodies; what a rule emits is not offered again. `name`
     is the pass, for the report and for errors. Raises RewriteError when a rule returns values of other types
@@ -127,7 +127,7 @@ class _Walk:
             site = Site(eqn, index, path, jaxpr, new.renamed(eqn.invars), new.builder, names)
             if not self.replaced(site, new):
                 new.carry(eqn, self.inside(site))
-        return self.once(jaxpr, new.finish())
+        return self.once(jaxpr, new.finish(self.name))
 
     def once(self, old: Jaxpr, new: Jaxpr) -> Jaxpr:
         """The form `old` was given before, when `new` is no different: what was one function stays one."""
@@ -167,8 +167,9 @@ class _Walk:
 
 
 def conform(eqn: JaxprEqn, outs: Sequence[Value], name: str) -> list[Value]:
-    """Values for an equation's results, weak types made the same. Raises RewriteError, naming pass and both
-    types.
+    """Values for an equation's results, weak types and varying mesh axes made the same.
+
+    Raises RewriteError, naming the pass and both types, when the types are others.
     """
     if len(outs) != len(eqn.outvars):
         raise RewriteError(
@@ -178,21 +179,24 @@ def conform(eqn: JaxprEqn, outs: Sequence[Value], name: str) -> list[Value]:
     result = []
     for var, out in zip(eqn.outvars, outs, strict=True):
         old, new = var.aval, typeof(out)
-        if getattr(old, "shape", None) != getattr(new, "shape", None) or getattr(
-            old, "dtype", None
-        ) != getattr(new, "dtype", None):
+        if _shape_and_dtype(old) == _shape_and_dtype(new):
+            out = fitted(out, old)
+            new = typeof(out)
+        if old.str_short() != new.str_short():
             raise RewriteError(
                 f"{name} replaced {eqn.primitive.name} at {source_line(eqn)} by a value of type"
                 f" {new.str_short()}; it was {old.str_short()}"
             )
-        result.append(same_weak_type(out, old))
+        result.append(out)
     return result
 
 
+def _shape_and_dtype(aval: Any) -> tuple[Any, Any]:
+    return getattr(aval, "shape", None), getattr(aval, "dtype", None)
+
+
 def alike(a: Jaxpr, b: Jaxpr) -> bool:
-    """Whether two programs differ in nothing but the names of their variables. May answer no where it cannot
-    tell.
-    """
+    """Whether two programs differ only in the names of their variables. Answers no where it cannot tell."""
     if a is b:
         return True
     inputs = list(zip(b.all_invars, a.all_invars, strict=False))
@@ -214,8 +218,7 @@ def alike(a: Jaxpr, b: Jaxpr) -> bool:
             return False
         if not all(map(same, x.invars, y.invars)):
             return False
-        # A rule of a custom_jvp or custom_vjp that was carried over is one and the same, changed when it is
-        # asked for.
+        # The rule of a custom_jvp or custom_vjp that was carried over is the same, and changed when asked for.
         carried = all(v is w for v, w in zip(x.outvars, y.outvars, strict=True))
         rule = RULES.get(x.primitive.name) if carried else None
         if not all(k == rule or _same_param(v, y.params[k]) for k, v in x.params.items()):
@@ -280,7 +283,7 @@ class _Body:
         assert isinstance(atom, Var)
         return atom
 
-    def finish(self) -> Jaxpr:
+    def finish(self, name: str) -> Jaxpr:
         if not self.changed:
             return self.jaxpr
         old = self.jaxpr
@@ -289,6 +292,10 @@ class _Body:
         outvars = list(self.renamed(old.outvars))
         used |= {v for v in outvars if isinstance(v, Var)}
         extra = {v: c for v, c in consts.items() if v in used}
+        if any(isinstance(c, Tracer) for c in extra.values()):
+            raise RewriteError(
+                f"{name} used a value that it made in one body in another: make it anew in each"
+            )
         new = old.replace(
             constvars=[*old.constvars, *extra],
             invars=old.invars,
@@ -355,4 +362,4 @@ def splice(
     new.put(eqns, live, outs)
     for eqn in jaxpr.eqns[stop:]:
         new.carry(eqn, eqn.params)
-    return new.finish()
+    return new.finish(name)

@@ -52,16 +52,17 @@ def _rank(entry: tuple[int, bool, Factor]) -> tuple[int, int]:
 
 
 def _paired(k: Known, candidates: Factors) -> tuple[Factors, Factors]:
-    """Which candidates some dot batches, and which some dot does not where it batches others."""
+    """Which candidates are batched where two arrays meet along others of them, and those others."""
     plus: set[Factor] = set()
     minus: set[Factor] = set()
     for dot in k.e.dots:
-        paired = dot.batch & candidates
-        plus |= paired
-        if paired:
-            minus |= (dot.contract | dot.left | dot.right) & candidates
-        elif dot.batch:
-            minus |= dot.left & dot.right & candidates
+        paired, met = dot.batch & candidates, dot.contract & candidates
+        left, right = dot.left & candidates, dot.right & candidates
+        if paired and dot.contract and (met or (left and right)):
+            plus |= paired
+            minus |= met | left | right
+        elif dot.batch and not paired:
+            minus |= left & right
     return frozenset(plus), frozenset(minus)
 
 
@@ -242,19 +243,20 @@ def _residual(k: Known) -> Iterable[Factor]:
 
 def _mlp(k: Known) -> Iterable[Factor]:
     """Made from the residual stream by one weight and contracted back to it by another. If no stream is
-    known: between two weights, but for the features of convolutions."""
+    known: between two weights, but for the features of convolutions.
+    """
     embed = k.having("embed")
     others = embed | k.having("experts") if embed else k.having("experts", "vocab")
     named = frozenset(k.role) | (frozenset() if embed else union(conv.features for conv in k.convs))
-    partners: dict[Factor, set[Var]] = {}
+    partners: dict[tuple[Factor, Factors], set[Var]] = {}
     for source, use in (*k.uses, *k.expert_uses):
         hidden = use - named
         if len(use) > 1 and use - hidden <= others and (use & embed or not embed):
             for f in hidden:
-                partners.setdefault(f, set()).add(source)
+                partners.setdefault((f, use & embed), set()).add(source)
     freed = union(d.result & d.sides[side] for d, side in k.weight_dots)
     used = union(d.contract for d, _ in k.weight_dots)
-    for f, sources in partners.items():
+    for (f, _), sources in partners.items():
         if len(sources) > 1 and not f.sum and (embed or (f in used and _made(f, freed))):
             yield f
 
@@ -296,10 +298,10 @@ def _positions(k: Known) -> Iterable[Factor]:
 
 
 def _buckets(k: Known) -> Iterable[Factor]:
-    """Rows of a table of biases for each head, indexed by distances."""
+    """Rows of a table of biases for each head, indexed by distances: by counts or constants."""
     heads = k.having("kv_heads", "q_group")
     for pick, origin in k.tables:
-        if pick.window & heads and "count" in origin:
+        if pick.window & heads and ("count" in origin or not origin):
             yield from pick.rows
 
 

@@ -131,7 +131,7 @@ _KEEPS_INDICES = _MOVES | {
     "min",
     "clamp",
 }
-_KEEPS_INDICES |= {"pad", "dynamic_slice", "stop_gradient", "sharding_constraint"}
+_KEEPS_INDICES |= {"pad", "stop_gradient", "sharding_constraint"}
 
 
 def index_bounds(jaxpr: Jaxpr) -> dict[Var, int]:
@@ -162,6 +162,10 @@ def _bounds(jaxpr: Jaxpr, outs: Sequence[int | None] = ()) -> dict[Var, int]:
             numbers = eqn.params["dimension_numbers"]
             sizes = [eqn.invars[0].aval.shape[d] for d in numbers.start_index_map]
             limit(eqn.invars[1], min(sizes, default=None))
+        elif name in ("dynamic_slice", "dynamic_update_slice"):
+            first = 1 if name == "dynamic_slice" else 2
+            for index, size in zip(eqn.invars[first:], eqn.invars[0].aval.shape, strict=False):
+                limit(index, size)
         elif name in ("eq", "ne"):
             for a, b in (eqn.invars, reversed(eqn.invars)):
                 if not isinstance(b, Literal) and b in counted:

@@ -20,7 +20,7 @@ from jax._src import ad_checkpoint, api_util, config, core, dtypes, effects, sou
 from jax._src import linear_util as lu
 from jax._src import tree_util as tree_util
 from jax._src.core import DropVar, Jaxpr, JaxprEqn, Literal, ShapedArray, Tracer, Var
-from jax._src.interpreters import ad, batching
+from jax._src.interpreters import ad, batching, mlir, pxla
 from jax._src.interpreters import partial_eval as pe
 from jax._src.lax import lax as lax_internal
 from jax._src.lib import hlo as hlo
@@ -46,15 +46,17 @@ __all__ = [
     "check_jaxpr",
     "equation_type",
     "eval_jaxpr",
+    "fitted",
     "hlo",
     "in_shard_map",
     "inline",
     "lazily",
+    "mlir",
     "name_stack",
     "plain_aval",
+    "pxla",
     "rename_effects",
     "same_constant",
-    "same_weak_type",
     "source_frame",
     "source_line",
     "trace_context",
@@ -203,7 +205,7 @@ class Builder:
 
     def __init__(self, debug_info: Any) -> None:
         self._trace = pe.DynamicJaxprTrace(debug_info, parent_trace=core.trace_ctx.trace)
-        # Held strongly: a constant outlives the tracer a rule had of it, for its variable is in the equations.
+        # Held strongly: a constant outlives the tracer a rule had of it, since the equations name it.
         self._trace.frame.constid_to_tracer = {}  # type: ignore[assignment]
         self._tracers: dict[Var, Any] = {}
 
@@ -248,11 +250,16 @@ def at_equation(eqn: JaxprEqn) -> Iterator[None]:
         yield
 
 
-def same_weak_type(value: Value, aval: Any) -> Value:
-    """`value` with the weak type of `aval`; shape and dtype are the caller's affair."""
-    if getattr(typeof(value), "weak_type", None) == getattr(aval, "weak_type", None):
-        return value
-    return lax_internal._convert_element_type(value, aval.dtype, weak_type=aval.weak_type)
+def fitted(value: Value, aval: Any) -> Value:
+    """`value` with the weak type of `aval`, and varying over the mesh axes that `aval` varies over."""
+    now = typeof(value)
+    if getattr(now, "weak_type", None) != getattr(aval, "weak_type", None):
+        value = lax_internal._convert_element_type(value, aval.dtype, weak_type=aval.weak_type)
+    if isinstance(aval, ShapedArray) and isinstance(now, ShapedArray):
+        missing = aval.manual_axis_type.varying - now.manual_axis_type.varying
+        if missing:
+            value = jax.lax.pcast(value, tuple(sorted(missing)), to="varying")
+    return value
 
 
 def same_constant(a: Any, b: Any) -> bool:

@@ -2,8 +2,7 @@
 
     python -m tests.benchmarks.call_overhead
 
-Prints microseconds a call of each and the ratio, best of many rounds taken in turn; the target is at most
-1.10.
+Prints microseconds a call of each and their ratio, best of many rounds taken in turn; at most 1.10 is wanted.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""What rewriting costs, against what JAX takes to trace and lower the original: a Llama training step,
-unrolled.
+"""What rewriting an unrolled Llama training step costs, against tracing and lowering the original.
 
     python -m tests.benchmarks.rewrite_cost [layers ...]
 

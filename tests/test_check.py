@@ -1,0 +1,101 @@
+"""The check finds what is wrong, excuses nothing but rounding, and says where it looked."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests import targets_for_tests as targets
+from xform import PlanError, plans
+from xform.check import check
+from xform.plan import Plan
+from xform.rewrite import rewrite
+
+PLAN = plans.fsdp(8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Spoil:
+    """Multiplies the result of every tanh by a factor: a pass that is wrong by a known amount."""
+
+    factor: float
+    stages: ClassVar[tuple[str, ...]] = ("model",)
+
+    def rewrite(self, jaxpr, context):
+        def rule(site):
+            return [site.bind()[0] * self.factor] if site.name == "tanh" else None
+
+        return rewrite(jaxpr, rule, context.report, "spoil")
+
+
+def test_a_loss_is_compared_with_its_gradients():
+    result = check(*targets.loss(), PLAN)
+    assert result.ok and result.kind == "loss and gradients" and result.compared == 3
+
+
+def test_a_loss_with_aux_too():
+    result = check(*targets.loss(aux=True), PLAN)
+    assert result.ok and result.kind == "loss and gradients" and result.compared == 4
+
+
+def test_a_training_step_is_run_several_times():
+    result = check(*targets.step(), PLAN, steps=4)
+    assert result.ok and result.kind == "training step" and result.compared == 4 * 3
+
+
+def test_anything_else_by_its_results():
+    fn = lambda x: {"up": x + 1, "down": x - 1}  # noqa: E731
+    result = check(fn, (jax.ShapeDtypeStruct((8, 6), jnp.int32),), PLAN)
+    assert result.ok and result.kind == "results" and result.max_abs_error == 0
+
+
+@pytest.mark.parametrize("target", ["loss", "step"])
+def test_a_wrong_pass_is_caught_and_the_first_tensor_named(target):
+    result = check(*getattr(targets, target)(), Plan({"fsdp": 8}, [Spoil(1.1)]))
+    assert not result.ok
+    assert result.max_rel_error > result.tolerance
+    first = {"loss": "[0]", "step": "step 1: [1]"}[target]
+    assert result.first_difference == first
+    assert first in str(result) and "DIFFERS" in str(result)
+
+
+def test_an_error_as_small_as_rounding_passes():
+    assert check(*targets.loss(), Plan({"fsdp": 8}, [Spoil(1.0 + 2e-7)])).ok
+
+
+def test_tolerance_can_be_given():
+    assert check(*targets.loss(), Plan({"fsdp": 8}, [Spoil(1.001)]), tolerance=1e-1).ok
+
+
+def test_a_tensor_that_is_nothing_but_rounding_is_excused():
+    """A bias before softmax has gradient zero; sign-like updates blow its rounding up to a whole step."""
+
+    def loss(params, tokens):
+        x = params["table"].at[tokens].get(mode="clip")
+        logits = jnp.tanh(x) @ params["table"].T + params["shift"]
+        chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[..., None], -1, mode="clip")
+        return -chosen.mean()
+
+    def step(params, tokens):
+        gradients = jax.grad(loss)(params, tokens)
+        return jax.tree.map(lambda p, g: p - 1e-2 * g / (jnp.abs(g) + 1e-12), params, gradients)
+
+    params = {"table": jax.ShapeDtypeStruct((56, 24), jnp.float32), "shift": jnp.ones(())}
+    tokens = jax.ShapeDtypeStruct((8, 6), jnp.int32)
+    result = check(step, (params, tokens), PLAN, steps=1)
+    assert result.ok and result.excused >= 1
+    assert "no better determined" in str(result)
+
+
+def test_what_is_not_finite_must_agree():
+    def fn(x):
+        return jnp.where(x > 0.5, jnp.inf, jnp.log(x - 2.0))
+
+    assert check(fn, (jnp.linspace(0.1, 1, 8),), PLAN).ok
+
+
+def test_a_plan_for_other_devices_says_what_would_fit():
+    with pytest.raises(PlanError, match="8"):
+        check(*targets.loss(), plans.fsdp(16))

@@ -1,0 +1,82 @@
+"""Targets are found or refused by name, and shapes become arrays that a program can run on."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from xform import PlanError
+from xform.axes import find_axes
+from xform.models import llama
+from xform.roles import find_roles
+from xform.targets import index_bounds, load, materialize
+
+HERE = "tests.targets_for_tests"
+
+
+def test_options_arrive_as_python_values():
+    _, (params, _) = load(f"{HERE}:loss", ["width=40"])
+    assert params["w"].shape == (40, 40)
+
+
+@pytest.mark.parametrize(
+    "target, options, says",
+    [
+        ("no_colon", [], "write module:factory"),
+        ("no_such_module:x", [], "there is no module 'no_such_module'"),
+        (f"{HERE}:los", [], "no factory 'los'; did you mean loss"),
+        (f"{HERE}:loss", ["widht=3"], "widht"),
+        (f"{HERE}:loss", ["width"], "write key=value"),
+        (f"{HERE}:not_a_pair", [], "gave int; a factory returns"),
+        ("xform.models.llama:loss", ["size=8t"], "no size '8t'; the sizes are"),
+    ],
+)
+def test_what_does_not_exist_is_named(target, options, says):
+    with pytest.raises(PlanError, match=says):
+        load(target, options)
+
+
+def materialized(fn, args):
+    jaxpr = jax.make_jaxpr(fn)(*args)
+    paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_flatten_with_path(args)[0]]
+    return materialize(args, jaxpr, find_roles(find_axes(jaxpr), None, paths), seed=1)
+
+
+def test_tokens_are_below_the_vocabulary_and_use_it():
+    fn, args = llama.train_step(size="tiny", layers=2)
+    state, batch = materialized(fn, args)
+    vocab = args[0].params["embed"]["embedding"].shape[0]
+    for name in ("inputs", "targets"):
+        assert 0 <= batch[name].min() and vocab // 2 < batch[name].max() < vocab
+    assert float(fn(state, batch)[1]["loss"]) > 0
+
+
+def test_the_optimizer_starts_at_zero_and_parameters_do_not():
+    fn, args = llama.train_step(size="tiny", layers=2)
+    state, _ = materialized(fn, args)
+    assert all(not np.any(x) for x in jax.tree.leaves(state.optimizer))
+    assert all(np.any(x) for x in jax.tree.leaves(state.params))
+
+
+def test_arrays_are_left_as_they_are_and_keys_are_keys():
+    def fn(key, x):
+        return jax.random.normal(key, (3,)) + x
+
+    x = jnp.arange(3.0)
+    key, same = materialized(fn, (jax.eval_shape(lambda: jax.random.key(0)), x))
+    assert same is x
+    assert jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key)
+
+
+def test_bounds_are_found_inside_jit_scan_and_one_hot():
+    def fn(table, tokens, classes, counts):
+        def body(total, token):
+            return total + jax.jit(lambda t, i: t[i])(table, token).sum(), None
+
+        total, _ = jax.lax.scan(body, 0.0, tokens)
+        return total + jax.nn.one_hot(classes, 13).sum() + counts.sum()
+
+    shapes = jax.ShapeDtypeStruct((9,), jnp.int32)
+    jaxpr = jax.make_jaxpr(fn)(jnp.ones((7, 5)), shapes, shapes, shapes)
+    bounds = index_bounds(jaxpr)
+    assert [bounds.get(v) for v in jaxpr.invars] == [None, 7, 13, None]
