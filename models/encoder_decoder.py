@@ -33,10 +33,11 @@ class Config:
     furthest: int = 128  # the distance from which on all share a bucket
     norm_epsilon: float = 1e-6
     dtype: str = "bfloat16"
+    remat: bool = True  # each layer is computed again in the backward pass: nothing of it is kept
 
 
 SIZES = {
-    "tiny": Config(312, 2, 96, 4, 16, 160, buckets=24, furthest=40, dtype="float32"),
+    "tiny": Config(312, 2, 96, 4, 16, 160, buckets=24, furthest=40, dtype="float32", remat=False),
     "small": Config(32_128, 6, 512, 8, 64, 2048),
     "base": Config(32_128, 12, 768, 12, 64, 3072),
     "large": Config(32_128, 24, 1024, 16, 64, 4096),
@@ -147,8 +148,12 @@ def cached_layer(
     return x + mlp(x, weights, config), cache | {"key": key, "value": value}
 
 
-def stack(x: jax.Array, layers: Params, layer: Callable[[jax.Array, Params], jax.Array]) -> jax.Array:
+def stack(
+    x: jax.Array, layers: Params, layer: Callable[[jax.Array, Params], jax.Array], config: Config
+) -> jax.Array:
     """x through the layers: a list of weights one after the other, stacked weights in one loop."""
+    if config.remat:  # in a loop, nothing can be merged with the first computation anyway
+        layer = jax.checkpoint(layer, prevent_cse=isinstance(layers, list))
     if isinstance(layers, list):
         for weights in layers:
             x = layer(x, weights)
@@ -165,7 +170,7 @@ def encode(params: Params, tokens: jax.Array, segments: jax.Array | None, config
     weights = params["encoder"]
     bias = position_bias(weights["position_bias"], index, index, True, config) + masked(mask)
     x = params["embed"].astype(config.dtype)[tokens]
-    x = stack(x, weights["layers"], lambda x, layer: encoder_layer(x, layer, bias, config))
+    x = stack(x, weights["layers"], lambda x, layer: encoder_layer(x, layer, bias, config), config)
     return norm(x, weights["norm"], config)
 
 
@@ -192,7 +197,10 @@ def apply(config: Config, scan: bool) -> Callable[[Params, Batch], jax.Array]:
         hidden = masked(cross)
         x = params["embed"].astype(config.dtype)[tokens]
         x = stack(
-            x, weights["layers"], lambda x, layer: decoder_layer(x, encoded, layer, bias, hidden, config)
+            x,
+            weights["layers"],
+            lambda x, layer: decoder_layer(x, encoded, layer, bias, hidden, config),
+            config,
         )
         return logits_of(x, params, config)
 

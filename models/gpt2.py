@@ -30,10 +30,11 @@ class Config:
     context: int = 1024  # the number of learnt positions
     norm_epsilon: float = 1e-5
     dtype: str = "bfloat16"
+    remat: bool = True  # each layer is computed again in the backward pass: nothing of it is kept
 
 
 SIZES = {
-    "tiny": Config(328, 2, 96, 4, 288, context=80, dtype="float32"),
+    "tiny": Config(328, 2, 96, 4, 288, context=80, dtype="float32", remat=False),
     "small": Config(50_257, 12, 768, 12, 3072),
     "medium": Config(50_257, 24, 1024, 16, 4096),
     "large": Config(50_257, 36, 1280, 20, 5120),
@@ -122,9 +123,10 @@ class GPT2(nn.Module):
 
         embed = table(config.vocab, "embed")
         x = embed(tokens) + table(config.context, "position_embed")(positions)
+        block = nn.remat(Block, prevent_cse=not self.scan) if config.remat and cache is None else Block
         if self.scan:
             run = nn.scan(
-                Block,
+                block,
                 variable_axes={"params": 0},
                 split_rngs={"params": True},
                 in_axes=(nn.broadcast, 0, nn.broadcast),
@@ -135,7 +137,7 @@ class GPT2(nn.Module):
             entries = []
             for i in range(config.layers):
                 entry = None if cache is None else cache[i]
-                x, entry = Block(config, name=f"layer_{i}")(x, mask, entry, position)
+                x, entry = block(config, name=f"layer_{i}")(x, mask, entry, position)
                 entries.append(entry)
             cache = None if cache is None else entries
         x = nn.LayerNorm(config.norm_epsilon, dtype=config.dtype, name="norm")(x)

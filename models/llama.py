@@ -34,10 +34,11 @@ class Config:
     rope_base: float = 10_000.0
     norm_epsilon: float = 1e-5
     dtype: str = "bfloat16"
+    remat: bool = True  # each layer is computed again in the backward pass: nothing of it is kept
 
 
 SIZES = {
-    "tiny": Config(320, 2, 96, 12, 4, 16, 224, dtype="float32"),
+    "tiny": Config(320, 2, 96, 12, 4, 16, 224, dtype="float32", remat=False),
     "7b": Config(32_000, 32, 4096, 32, 32, 128, 11_008),  # Llama 2
     "13b": Config(32_000, 40, 5120, 40, 40, 128, 13_824),  # Llama 2
     "8b": Config(128_256, 32, 4096, 32, 8, 128, 14_336, rope_base=500_000.0),  # Llama 3
@@ -188,16 +189,18 @@ class Llama(nnx.Module):
         mask = mask[:, None, None]
         rotation = self.rotation(index[None] if positions is None else positions)
         x = self.embed(tokens)
+
+        def apply(layer: Layer, x: jax.Array, rotation: Rotation, mask: jax.Array) -> jax.Array:
+            return layer(x, rotation, mask)
+
+        if self.config.remat:  # in a loop, nothing can be merged with the first computation anyway
+            apply = nnx.remat(apply, prevent_cse=not self.scan)
         if self.scan:
-
-            @nnx.scan(in_axes=(0, nnx.Carry, None, None), out_axes=nnx.Carry)
-            def run(layer: Layer, x: jax.Array, rotation: Rotation, mask: jax.Array) -> jax.Array:
-                return layer(x, rotation, mask)
-
+            run = nnx.scan(apply, in_axes=(0, nnx.Carry, None, None), out_axes=nnx.Carry)
             x = run(self.layers, x, rotation, mask)
         else:
             for layer in self.layers:
-                x = layer(x, rotation, mask)
+                x = apply(layer, x, rotation, mask)
         return self.head(self.norm(x))
 
     def decode(self, cache: Cache, token: jax.Array, position: jax.Array) -> tuple[jax.Array, Cache]:

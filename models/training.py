@@ -37,6 +37,7 @@ class Options:
     packed: bool = False  # several texts a row, kept apart by segment ids
     scan: bool = True  # the layers stacked, in one loop; else one after the other
     dtype: str | None = None  # of the computation, in place of the size's own
+    remat: bool | None = None  # the layers recomputed in the backward pass, in place of the size's own choice
     abstract: bool = True  # arguments as ShapeDtypeStructs, else as random arrays
     seed: int = 0
 
@@ -45,7 +46,7 @@ class Options:
 class Model[Config]:
     """What a model's module says of it; the factories below make the rest of it.
 
-    A configuration is a dataclass with at least the fields `layers`, `vocab` and `dtype`. Each function takes
+    A configuration is a dataclass with at least the fields `layers`, `vocab`, `dtype` and `remat`. Each function takes
     one, and whether the layers are scanned.
     """
 
@@ -64,7 +65,8 @@ class Model[Config]:
                 raise ValueError(f"there is no size {size!r}; the sizes are {', '.join(self.sizes)}")
             size = self.sizes[size]
         layers = size.layers if options.layers is None else options.layers
-        return dataclasses.replace(size, layers=layers, dtype=options.dtype or size.dtype)
+        remat = size.remat if options.remat is None else options.remat
+        return dataclasses.replace(size, layers=layers, dtype=options.dtype or size.dtype, remat=remat)
 
 
 def forward(model: Model, options: Options) -> tuple[Callable, tuple]:

@@ -389,3 +389,19 @@ def test_encoder_decoder_computes_what_hugging_face_computes() -> None:
     inputs = batch["input_ids"] * batch["attention_mask"]  # their mask, as our token of padding
     logits = jax.jit(ours)(params, {"inputs": inputs, "decoder_inputs": batch["decoder_input_ids"]})
     agree(logits, jax.jit(theirs)(weights, batch), batch["decoder_attention_mask"])
+
+
+@pytest.mark.slow  # compiles twelve gradients
+@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("model", [llama, gpt2, encoder_decoder])
+def test_recomputed_layers_have_the_same_gradients(model, scan):
+    def gradients(remat):
+        fn, args = model.loss(size="tiny", layers=2, batch=2, length=7, scan=scan, remat=remat, abstract=False)
+        primitives = {e.primitive.name for e in jax.make_jaxpr(jax.grad(fn))(*args).eqns}
+        return jax.jit(jax.grad(fn))(*args), primitives
+
+    plain, _ = gradients(False)
+    again, primitives = gradients(True)
+    assert scan or "remat2" in primitives
+    for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(again), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)

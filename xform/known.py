@@ -87,16 +87,23 @@ class Known:
         return list(found)
 
     @cached_property
-    def expert_uses(self) -> list[tuple[Var, Factors]]:
-        """Weights in dots that batch experts, where tokens were gathered into the experts' own axes."""
-        found: dict[tuple[Var, Factors], None] = {}
+    def first_uses(self) -> list[tuple[Factors, Factors]]:
+        """What each weight contracts and what it makes where it is used first: forward, not in a gradient.
+
+        Dots that batch experts count as well, where tokens were gathered into the experts' own axes.
+        """
+        sided = list(self.weight_dots)
         for dot in self.e.dots:
             if dot.batch & self.having("experts"):
                 sources = [self.e.source(dot.scope, v) for v in dot.operands]
-                for source, other, side in zip(sources, sources[::-1], dot.sides, strict=True):
-                    if source is not None and other is None:
-                        found.update({(source, use): None for use in _expanded(side)})
-        return list(found)
+                sided += [(dot, i) for i in (0, 1) if sources[i] is not None and sources[1 - i] is None]
+        first: dict[Var, tuple[Dot, int]] = {}
+        for dot, side in sided:
+            source = self.e.source(dot.scope, dot.operands[side])
+            assert source is not None
+            first.setdefault(source, (dot, side))
+        uses = ((dot.contract, use) for dot, side in first.values() for use in _expanded(dot.sides[side]))
+        return [(use & contract, use - contract) for contract, use in uses]
 
     @cached_property
     def weights(self) -> Factors:

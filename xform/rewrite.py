@@ -218,7 +218,7 @@ def alike(a: Jaxpr, b: Jaxpr) -> bool:
             return False
         if not all(map(same, x.invars, y.invars)):
             return False
-        # The rule of a custom_jvp or custom_vjp that was carried over is the same, and changed when asked for.
+        # The rule of a custom_jvp or custom_vjp that was carried over is the same, changed when asked for.
         carried = all(v is w for v, w in zip(x.outvars, y.outvars, strict=True))
         rule = RULES.get(x.primitive.name) if carried else None
         if not all(k == rule or _same_param(v, y.params[k]) for k, v in x.params.items()):

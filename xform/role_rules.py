@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator
 from xform.axes import Factor
 from xform.evidence import Factors, Pick, Scan, factors, union
 from xform.known import Known
-from xform.trace import Var
 
 # Rules, in the order of RULES
 
@@ -248,21 +247,15 @@ def _mlp(k: Known) -> Iterable[Factor]:
     embed = k.having("embed")
     others = embed | k.having("experts") if embed else k.having("experts", "vocab")
     named = frozenset(k.role) | (frozenset() if embed else union(conv.features for conv in k.convs))
-    partners: dict[tuple[Factor, Factors], set[Var]] = {}
-    for source, use in (*k.uses, *k.expert_uses):
-        hidden = use - named
-        if len(use) > 1 and use - hidden <= others and (use & embed or not embed):
-            for f in hidden:
-                partners.setdefault((f, use & embed), set()).add(source)
-    freed = union(d.result & d.sides[side] for d, side in k.weight_dots)
-    used = union(d.contract for d, _ in k.weight_dots)
-    for (f, _), sources in partners.items():
-        if len(sources) > 1 and not f.sum and (embed or (f in used and _made(f, freed))):
-            yield f
-
-
-def _made(f: Factor, freed: Factors) -> bool:
-    return f in freed or any(f in part for g in freed for part in g.sum)
+    made: set[Factor] = set()
+    taken: set[Factor] = set()
+    for contracted, free in k.first_uses:
+        hidden = (contracted | free) - named
+        known = (contracted | free) & named
+        if known <= others and (known & embed or not embed):
+            made |= hidden & free
+            taken |= hidden & contracted
+    return (f for f in made & taken if not f.sum)
 
 
 def _scored(k: Known) -> Iterable[Factor]:

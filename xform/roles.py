@@ -83,6 +83,9 @@ class Roles:
         self._made: dict[Factor, str] | None = None
         self._of: dict[tuple[Dim, ...], tuple[tuple[str, ...], ...]] = {}
         self.batch = frozenset(f for f, role in self._named.items() if role == "batch")
+        self._data = self.batch or frozenset(
+            f for f, r in self._named.items() if r in ("length", "kv_length")
+        )
 
     def name(self, factor: Factor) -> str:
         """The role of an axis, or the name made for it."""
@@ -106,13 +109,13 @@ class Roles:
         return found
 
     def is_activation(self, scope: Scope, var: Var | Literal) -> bool:
-        """Whether a variable has an axis of the batch: data, activations and their gradients do."""
-        return any(f in self.batch for dim in scope[var] for f in dim)
+        """Whether a variable has an axis of the batch, or of the length in a program for a single example:
+        data, activations and their gradients do. A parameter added to all positions has a length only.
+        """
+        return any(f in self._data for dim in scope[var] for f in dim)
 
     def is_weight(self, scope: Scope, var: Var | Literal) -> bool:
-        """Whether a variable is an array without a batch: a parameter, its gradient, its optimizer's
-        state.
-        """
+        """Whether a variable is an array but no activation: a parameter, its gradient, its moments."""
         return bool(scope[var]) and not self.is_activation(scope, var)
 
     def factors(self, role: str) -> list[Factor]:

@@ -16,9 +16,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import ad_checkpoint, api_util, config, core, dtypes, effects, source_info_util
+from jax._src import ad_checkpoint, config, core, dtypes, effects, source_info_util
 from jax._src import linear_util as lu
-from jax._src import tree_util as tree_util
 from jax._src.core import DropVar, Jaxpr, JaxprEqn, Literal, ShapedArray, Tracer, Var
 from jax._src.interpreters import ad, batching, mlir, pxla
 from jax._src.interpreters import partial_eval as pe
@@ -431,9 +430,9 @@ def debug_info(name: str, arg_names: Sequence[str]) -> Any:
 def _private_names() -> list[Any]:
     """Every private name used here, for the test that says what a new jax has moved."""
     return [
-        _as_manual_mesh, _extend_axis_env, ad.backward_pass3, ad.linearize, ad_checkpoint, api_util, batching,
+        _as_manual_mesh, _extend_axis_env, ad.backward_pass3, ad.linearize, ad_checkpoint, batching,
         config._check_vma, core.custom_typechecks, core.DebugInfo, core.resolve_input_effects, core.trace_ctx,
         dtypes.canonicalize_value, effects.JaxprInputEffect, hlo, lax_internal._convert_element_type,
         lu.wrap_init, pe.DynamicJaxprTrace, pe.DynamicJaxprTracer, pe._memoize, pe.make_jaxpr_effects,
-        pe.trace_to_jaxpr_dynamic, source_info_util.user_frames, tree_util, use_abstract_mesh,
+        pe.trace_to_jaxpr_dynamic, source_info_util.user_frames, use_abstract_mesh,
     ]  # fmt: skip
