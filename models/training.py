@@ -37,7 +37,7 @@ class Options:
     packed: bool = False  # several texts a row, kept apart by segment ids
     scan: bool = True  # the layers stacked, in one loop; else one after the other
     dtype: str | None = None  # of the computation, in place of the size's own
-    remat: bool | None = None  # the layers recomputed in the backward pass, in place of the size's own choice
+    remat: bool | None = None  # layers computed again in the backward pass; None: as the size has it
     abstract: bool = True  # arguments as ShapeDtypeStructs, else as random arrays
     seed: int = 0
 

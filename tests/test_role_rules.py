@@ -1,4 +1,4 @@
-"""What each rule sees in small programs: attention and experts of all kinds, loops, programs without tokens."""
+"""What each rule sees in small programs: all kinds of attention, experts, loops; programs without tokens."""
 
 from collections.abc import Callable
 from typing import Any

@@ -27,7 +27,7 @@ from xform.errors import PlanError
 from xform.roles import ROLES, describe
 
 QKV = "kv_heads*head_dim+kv_heads*head_dim+kv_heads*head_dim"
-TO_HEADS, FROM_HEADS, HEADS = "embed | kv_heads head_dim", "kv_heads head_dim | embed", "kv_heads head_dim"
+TO_HEADS, FROM_HEADS = "embed | kv_heads head_dim", "kv_heads head_dim | embed"
 TO_QUERIES, FROM_QUERIES = "embed | kv_heads q_group head_dim", "kv_heads q_group head_dim | embed"
 UP, DOWN = "embed | mlp", "mlp | embed"
 

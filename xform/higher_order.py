@@ -9,7 +9,7 @@ rebuilt by putting the new bodies where the old ones were.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from xform.trace import Jaxpr, JaxprEqn, in_shard_map, lazily
@@ -53,6 +53,14 @@ def bodies(eqn: JaxprEqn) -> list[Jaxpr]:
         elif isinstance(value, (tuple, list)):
             found.extend(v for v in value if isinstance(v, Jaxpr))
     return found
+
+
+def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    """Every equation at every depth, outer ones before what is in their bodies."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for body in bodies(eqn):
+            yield from equations(body)
 
 
 def enter(eqn: JaxprEqn, f: Callable[[Jaxpr, int], Jaxpr]) -> dict[str, Any]:
