@@ -26,7 +26,7 @@ from xform.context import Context, Leaf
 from xform.higher_order import bodies, carries
 from xform.inputs import Kind, kinds
 from xform.layout import Layout, alternatives, spec_axes
-from xform.logical import ACTIVATION, logical_names
+from xform.logical import LENGTHS, logical_names
 from xform.plans.rules import MAXTEXT_RULES
 from xform.rewrite import Path, Site, rewrite
 from xform.roles import Roles
@@ -191,11 +191,11 @@ class _Constraints:
         scope = self._scope(site.path)
         roles = [role for dim in self.roles.of(scope, var) for role in dim]
         names = logical_names(self.roles, scope, var)
-        if not ACTIVATION.isdisjoint(roles):
+        if "batch" in roles:
             if not (product or carried or (site.name == "gather" and "embed" in roles)):
                 return None
-            if "batch" not in roles or sum(r in ("length", "kv_length") for r in roles) > 1:
-                return None  # Positions and masks follow their users, attention's scores their q and k.
+            if sum(role in LENGTHS for role in roles) > 1:
+                return None  # Attention's scores follow their q and k.
             spec, what = self.layout.spec(names, site.line, partial=True)[0], "activation"
         elif frozenset(roles) in self.weights and (product or carried or self._loses_batch(site, scope)):
             spec, what = self.layout.spec(names, site.line)[0], "gradient"

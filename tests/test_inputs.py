@@ -67,3 +67,16 @@ def test_a_step_inside_jit_and_cond_is_seen_through():
     found = kinds_of(maybe, params, state, jnp.zeros((3, 7), jnp.int32), True)
     assert {kind for path, kind in found.items() if path.startswith("[0]")} == {"parameter"}
     assert {kind for path, kind in found.items() if path.startswith("[1]")} == {"optimizer"}
+
+
+def test_a_table_of_learnt_positions_is_a_parameter_and_positions_are_data():
+    def loss(params, tokens, positions):
+        x = params["table"][tokens] + params["positions"] + params["more"][positions]
+        scores = jax.nn.softmax(jnp.einsum("ble,bme->blm", x @ params["q"], x @ params["k"]))
+        return jnp.square(jnp.einsum("blm,bme->ble", scores, x) @ params["table"].T).mean()
+
+    shapes = {"table": (56, 24), "positions": (7, 24), "more": (9, 24), "q": (24, 5), "k": (24, 5)}
+    params = {name: jnp.ones(shape) for name, shape in shapes.items()}
+    found = kinds_of(loss, params, jnp.zeros((3, 7), jnp.int32), jnp.arange(7))
+    assert {kind for path, kind in found.items() if path.startswith("[0]")} == {"parameter"}
+    assert found["[1]"] == found["[2]"] == "data"

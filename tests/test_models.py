@@ -396,7 +396,9 @@ def test_encoder_decoder_computes_what_hugging_face_computes() -> None:
 @pytest.mark.parametrize("model", [llama, gpt2, encoder_decoder])
 def test_recomputed_layers_have_the_same_gradients(model, scan):
     def gradients(remat):
-        fn, args = model.loss(size="tiny", layers=2, batch=2, length=7, scan=scan, remat=remat, abstract=False)
+        fn, args = model.loss(
+            size="tiny", layers=2, batch=2, length=7, scan=scan, remat=remat, abstract=False
+        )
         primitives = {e.primitive.name for e in jax.make_jaxpr(jax.grad(fn))(*args).eqns}
         return jax.jit(jax.grad(fn))(*args), primitives
 

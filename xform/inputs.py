@@ -1,10 +1,10 @@
 """What each input of a program is to it: a parameter, optimizer state, or data.
 
-Told from the dataflow, never from names. Data has a batch or length axis. Of the rest, what flows into an
-activation (anything with a batch or length axis) is a parameter. What meets only parameters and their
-gradients is the optimizer's: a moment, a count. Since the next parameters come of both, and the next step or
-an evaluation may use them in the same program, the flow is not followed through anything that was computed
-from a gradient. In a loss or a forward pass there is no optimizer state.
+Told from the dataflow, never from names. Data has a batch axis, or is integers along a length. Of the rest,
+what flows into an activation (anything with a batch axis) is a parameter. What meets only parameters and
+their gradients is the optimizer's: a moment, a count. Since the next parameters come of both, and the next
+step or an evaluation may use them in the same program, the flow is not followed through anything that was
+computed from a gradient. In a loss or a forward pass there is no optimizer state.
 """
 
 from __future__ import annotations
@@ -13,16 +13,11 @@ from typing import Literal
 
 from xform.axes import Scope
 from xform.higher_order import bodies, operands
-from xform.logical import ACTIVATION
+from xform.logical import is_activation
 from xform.roles import Roles
 from xform.trace import Jaxpr, JaxprEqn, Var
 
 Kind = Literal["parameter", "optimizer", "data"]
-
-
-def is_activation(roles: Roles, scope: Scope, var: Var) -> bool:
-    """Whether a value has a batch or length axis."""
-    return any(role in ACTIVATION for dim in roles.of(scope, var) for role in dim)
 
 
 def kinds(jaxpr: Jaxpr, roles: Roles) -> list[Kind]:
@@ -48,16 +43,16 @@ def _reaching(
     """
     for eqn in jaxpr.eqns:
         if any(
-            isinstance(v, Var) and (v in from_gradient or is_activation(roles, scope, v)) for v in eqn.invars
+            isinstance(v, Var) and (v in from_gradient or roles.is_activation(scope, v)) for v in eqn.invars
         ):
-            from_gradient.update(v for v in eqn.outvars if not is_activation(roles, scope, v))
+            from_gradient.update(v for v in eqn.outvars if not roles.is_activation(scope, v))
     reaching = wanted - from_gradient
     for index in range(len(jaxpr.eqns) - 1, -1, -1):
         eqn = jaxpr.eqns[index]
         if bodies(eqn):
             reaching |= _through(eqn, index, scope, roles, reaching, from_gradient)
         elif any(
-            is_activation(roles, scope, v) or (v in reaching and v not in from_gradient) for v in eqn.outvars
+            roles.is_activation(scope, v) or (v in reaching and v not in from_gradient) for v in eqn.outvars
         ):
             reaching.update(v for v in eqn.invars if isinstance(v, Var))
     return reaching

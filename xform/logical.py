@@ -11,12 +11,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import jax
+import numpy as np
+
 from xform.axes import Factor, Scope
 from xform.roles import Roles
 from xform.trace import Literal, Var
 
-ACTIVATION = frozenset({"batch", "length", "kv_length"})
-"""Roles that only data and activations have."""
+LENGTHS = frozenset({"length", "kv_length"})
+DATA = LENGTHS | {"batch"}
+"""The roles of a batch of tokens."""
 
 HEADS = frozenset({"heads", "kv_heads", "q_group"})
 
@@ -35,11 +39,22 @@ class Named:
     size: int
 
 
+def is_activation(roles: Roles, scope: Scope, var: Var | Literal) -> bool:
+    """Whether a value is data or made of data: it has a batch axis, or holds integers along a length.
+
+    A table of learnt positions has a length and no batch: it is a weight.
+    """
+    if roles.is_activation(scope, var):
+        return True
+    integer = jax.dtypes.issubdtype(getattr(var.aval, "dtype", np.float32), np.integer)
+    return integer and any(role in LENGTHS for dim in roles.of(scope, var) for role in dim)
+
+
 def logical_names(roles: Roles, scope: Scope, var: Var | Literal) -> list[Named]:
     """The logical name of each dimension of a value."""
     dims, factors = roles.of(scope, var), scope[var]
     flat = {role for dim in dims for role in dim}
-    active = bool(flat & ACTIVATION)
+    active = is_activation(roles, scope, var)
     alone = sum(bool(dim) and dim != ("layers",) for dim in dims) == 1
     found = []
     for dim, parts in zip(dims, factors, strict=True):
@@ -88,9 +103,9 @@ def _of_weight(role: str, flat: set[str], alone: bool) -> str:
 
 def _of_activation(role: str, flat: set[str]) -> str:
     match role:
-        case "batch" if "vocab" in flat or flat <= ACTIVATION:
+        case "batch" if "vocab" in flat or flat <= DATA:
             return "activation_embed_and_logits_batch"
-        case "length" if "embed" in flat or flat <= ACTIVATION:
+        case "length" if "embed" in flat or flat <= DATA:
             return "activation_norm_length"
         case "experts":
             return "activation_exp"
