@@ -46,8 +46,8 @@ class Options:
 class Model[Config]:
     """What a model's module says of it; the factories below make the rest of it.
 
-    A configuration is a dataclass with at least the fields `layers`, `vocab`, `dtype` and `remat`. Each function takes
-    one, and whether the layers are scanned.
+    A configuration is a dataclass with at least the fields `layers`, `vocab`, `dtype` and `remat`. Each
+    function takes one, and whether the layers are scanned.
     """
 
     sizes: Mapping[str, Config]

@@ -30,7 +30,7 @@ from xform.logical import LENGTHS, logical_names
 from xform.plans.rules import MAXTEXT_RULES
 from xform.rewrite import Path, Site, rewrite
 from xform.roles import Roles
-from xform.trace import DropVar, Jaxpr, Literal, Var
+from xform.trace import DropVar, Jaxpr, Literal, Var, shape_of
 
 PRODUCTS = frozenset({"dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"})
 """Operations whose result gets its layout from the rules, not from its operands. A lookup in a table is one
@@ -105,7 +105,7 @@ class Shard:
             names = logical_names(roles, root, var)
             spec, why = layout.spec(names, leaf.path)
             if kind == "optimizer":
-                spec, more = layout.spread(spec, names, var.aval.shape, self.optimizer_axes, leaf.path)
+                spec, more = layout.spread(spec, names, shape_of(var), self.optimizer_axes, leaf.path)
                 why += more
             context.in_shardings[i] = NamedSharding(context.mesh, spec)
             context.reasons[leaf.path] = f"{kind}, {_spelled(roles, root, var)}: {why}"
@@ -182,7 +182,7 @@ class _Constraints:
 
     def _spec(self, site: Site, var: Var) -> PartitionSpec | None:
         """The constraint on one result of an operation; None where its layout is not decided here."""
-        if not getattr(var.aval, "shape", ()) or isinstance(var, DropVar):
+        if not shape_of(var) or isinstance(var, DropVar):
             return None
         carried = self._is_carried(site, var)
         product = site.name in PRODUCTS
@@ -199,7 +199,7 @@ class _Constraints:
             spec, what = self.layout.spec(names, site.line, partial=True)[0], "activation"
         elif frozenset(roles) in self.weights and (product or carried or self._loses_batch(site, scope)):
             spec, what = self.layout.spec(names, site.line)[0], "gradient"
-            spec, _ = self.layout.spread(spec, names, var.aval.shape, self.options.gradient_axes, site.line)
+            spec, _ = self.layout.spread(spec, names, shape_of(var), self.options.gradient_axes, site.line)
         else:
             return None
         if not spec_axes(spec):

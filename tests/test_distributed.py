@@ -25,11 +25,16 @@ options = dict(size="tiny", batch=8, length=16)
 fn, (state, batch) = llama.train_step(**options)
 init, (key,) = llama.init(**options)
 mesh = {"fsdp": 8} if count > 1 else {"fsdp": 1}
-step = xform.parallelize(fn, xform.Plan(mesh, [xform.Shard()]), devices=None if count > 1 else
-jax.devices()[:1]) step.trace(state, batch) state = step.init(init, jax.random.key(0)) assert all(not
-x.is_fully_addressable for x in jax.tree.leaves(state)) or count == 1 rng = np.random.default_rng(0) batch =
-{k: rng.integers(0, 2, v.shape).astype(v.dtype) for k, v in batch.items()} state, batch = step.place(state,
-batch) losses = [] for _ in range(3):
+devices = None if count > 1 else jax.devices()[:1]
+step = xform.parallelize(fn, xform.Plan(mesh, [xform.Shard()]), devices=devices)
+step.trace(state, batch)
+state = step.init(init, jax.random.key(0))
+assert all(not x.is_fully_addressable for x in jax.tree.leaves(state)) or count == 1
+rng = np.random.default_rng(0)
+batch = {k: rng.integers(0, 2, v.shape).astype(v.dtype) for k, v in batch.items()}
+state, batch = step.place(state, batch)
+losses = []
+for _ in range(3):
     state, metrics = step(state, batch)
     losses.append(float(metrics["loss"]))
 if rank == 0:

@@ -47,7 +47,7 @@ def test_tokens_are_below_the_vocabulary_and_use_it():
     state, batch = materialized(fn, args)
     vocab = args[0].params["embed"]["embedding"].shape[0]
     for name in ("inputs", "targets"):
-        assert 0 <= batch[name].min() and vocab // 2 < batch[name].max() < vocab
+        assert batch[name].min() >= 0 and vocab // 2 < batch[name].max() < vocab
     assert float(fn(state, batch)[1]["loss"]) > 0
 
 

@@ -21,7 +21,6 @@ from typing import Any
 
 import jax
 import numpy as np
-
 from jaxlib import _jax as xla
 from jaxlib.mlir import ir
 

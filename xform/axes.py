@@ -18,11 +18,11 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from xform.axis_rules import ELEMENTWISE, RULES, fresh, shape_of
+from xform.axis_rules import ELEMENTWISE, RULES, fresh
 from xform.factors import Cut, Factors, Raw, Shape
 from xform.higher_order import OPAQUE, bodies
 from xform.integers import INDEXED, component
-from xform.trace import Jaxpr, JaxprEqn, Literal, Var
+from xform.trace import Jaxpr, JaxprEqn, Literal, Var, shape_of
 
 Path = tuple[tuple[int, int], ...]
 """A call site: (equation index, body index) from the outermost program inward."""

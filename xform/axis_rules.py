@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from xform.factors import Factors, Raw, Shape
-from xform.trace import JaxprEqn
+from xform.trace import JaxprEqn, shape_of
 
 Rule = Callable[[Factors, JaxprEqn, list[Shape]], Sequence[Shape]]
 
@@ -27,11 +27,6 @@ _ELEMENTWISE = """
 """
 ELEMENTWISE = frozenset(_ELEMENTWISE.split())
 """One result; every operand that is no scalar has its shape, dimension by dimension."""
-
-
-def shape_of(v: Any) -> tuple[int, ...]:
-    """The shape of a variable; () for what has none."""
-    return getattr(v.aval, "shape", ())
 
 
 def fresh(f: Factors, eqn: JaxprEqn, ins: list[Shape]) -> list[Shape]:

@@ -1,7 +1,7 @@
 """The three ways a rewrite can end badly, one exception each.
 
-The plan is wrong (`PlanError`), the program is not ours to change (`Decline`), or xform itself broke something
-(`RewriteError`). Every message quotes the option or the user's line and says what would work.
+The plan is wrong (`PlanError`), the program is not ours to change (`Decline`), or xform itself broke
+something (`RewriteError`). Every message quotes the option or the user's line and says what would work.
 """
 
 

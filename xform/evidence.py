@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from xform.axes import Axes, Dim, Factor, Scope
-from xform.axis_rules import ELEMENTWISE, shape_of
-from xform.trace import JaxprEqn, Literal, Var
+from xform.axis_rules import ELEMENTWISE
+from xform.trace import JaxprEqn, Literal, Var, shape_of
 
 Factors = frozenset[Factor]
 NONE: Factors = frozenset()

@@ -23,12 +23,11 @@ from math import prod
 from typing import Any
 
 from xform.axes import Axes, Dim, Factor, Scope, find_axes
-from xform.axis_rules import shape_of
 from xform.errors import PlanError
 from xform.evidence import Evidence
 from xform.known import Known
 from xform.role_rules import RULES
-from xform.trace import Jaxpr, JaxprEqn, Literal, Var, name_stack, source_line
+from xform.trace import Jaxpr, JaxprEqn, Literal, Var, name_stack, shape_of, source_line
 
 ROLES: dict[str, str] = {
     "batch": "examples: in the data, and in every activation",

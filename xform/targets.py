@@ -21,7 +21,7 @@ from xform.errors import PlanError
 from xform.higher_order import bodies, carries, operands
 from xform.inputs import kinds
 from xform.roles import Roles
-from xform.trace import Jaxpr, Literal, Var
+from xform.trace import Jaxpr, Literal, Var, shape_of
 
 
 def load(target: str, options: Sequence[str] = ()) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -160,11 +160,11 @@ def _bounds(jaxpr: Jaxpr, outs: Sequence[int | None] = ()) -> dict[Var, int]:
         name = eqn.primitive.name
         if name == "gather":
             numbers = eqn.params["dimension_numbers"]
-            sizes = [eqn.invars[0].aval.shape[d] for d in numbers.start_index_map]
+            sizes = [shape_of(eqn.invars[0])[d] for d in numbers.start_index_map]
             limit(eqn.invars[1], min(sizes, default=None))
         elif name in ("dynamic_slice", "dynamic_update_slice"):
             first = 1 if name == "dynamic_slice" else 2
-            for index, size in zip(eqn.invars[first:], eqn.invars[0].aval.shape, strict=False):
+            for index, size in zip(eqn.invars[first:], shape_of(eqn.invars[0]), strict=False):
                 limit(index, size)
         elif name in ("eq", "ne"):
             for a, b in (eqn.invars, reversed(eqn.invars)):
@@ -180,6 +180,6 @@ def _bounds(jaxpr: Jaxpr, outs: Sequence[int | None] = ()) -> dict[Var, int]:
         elif name in _KEEPS_INDICES:
             sizes = [bound[v] for v in eqn.outvars if v in bound]
             for v in eqn.invars:
-                if sizes and jnp.issubdtype(v.aval.dtype, jnp.integer):
+                if sizes and jnp.issubdtype(getattr(v.aval, "dtype", jnp.float32), jnp.integer):
                     limit(v, min(sizes))
     return {v: n for v, n in bound.items() if v in set(jaxpr.invars)}

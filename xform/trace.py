@@ -56,6 +56,7 @@ __all__ = [
     "pxla",
     "rename_effects",
     "same_constant",
+    "shape_of",
     "source_frame",
     "source_line",
     "trace_context",
@@ -69,6 +70,11 @@ Value = Any
 
 typeof = core.typeof
 check_jaxpr = core.check_jaxpr
+
+
+def shape_of(v: Any) -> tuple[int, ...]:
+    """The shape of a variable; () for what has none."""
+    return getattr(v.aval, "shape", ())
 
 
 def trace_context() -> Any:
