@@ -107,15 +107,9 @@ class Parallelized:
         start = time.perf_counter()
         program = self.trace(*args, **kwargs)
         laid = self._with_layout(program, args, kwargs)
-        _, traced = self._trace(*laid)
-        ready = time.perf_counter()
-        lowered = traced.lower()
-        seconds = {
-            **program.seconds,
-            "lower": time.perf_counter() - ready,
-            "analysis": max(0.0, ready - start - sum(program.seconds.values())),
-        }
-        return Lowered(program, lowered, self.mesh, seconds)
+        lowered = self._trace(*laid)[1].lower()
+        rest = time.perf_counter() - start - sum(program.seconds.values())
+        return Lowered(program, lowered, self.mesh, {**program.seconds, "lower": max(0.0, rest)})
 
     def place(self, *args: Any) -> Any:
         """The leading arguments on the mesh, laid out as the plan says: one argument gives it, several a
