@@ -1,5 +1,9 @@
 """Shard: where constraints go, what is left alone, what the plan is told; numbers are in test_plans."""
 
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -252,3 +256,27 @@ def test_the_reason_for_a_layout_names_the_roles_and_the_rules():
     )
     assert program.reasons["[0][0]['up']"].startswith("parameter, embed x mlp")
     assert program.reasons["[1]"].startswith("data, batch x length")
+
+
+PROGRAM = """
+import jax
+import xform
+from xform.models import llama
+fn, args = llama.train_step(size="tiny", layers=2, batch=8, length=16, scan=False)
+plan = xform.Plan({"data": 2, "fsdp": 2, "tensor": 2}, [xform.Shard(optimizer_axes=["data"])])
+print(xform.parallelize(fn, plan, donate_argnums=0).lower(*args).as_text())
+"""
+
+
+@pytest.mark.slow  # starts two processes that trace and lower a training step
+def test_two_processes_lower_the_sharded_step_to_the_same_bytes():
+    texts = [
+        subprocess.run(
+            [sys.executable, "-c", PROGRAM],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            check=True,
+        ).stdout
+        for seed in ("0", "1")
+    ]
+    assert texts[0] == texts[1] and texts[0].count(b"sdy.sharding_constraint") > 20

@@ -16,13 +16,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import ad_checkpoint, config, core, dtypes, effects, source_info_util
+from jax._src import config, core, dtypes, effects, source_info_util
 from jax._src import linear_util as lu
 from jax._src.core import DropVar, Jaxpr, JaxprEqn, Literal, ShapedArray, Tracer, Var
-from jax._src.interpreters import ad, batching, mlir, pxla
+from jax._src.interpreters import ad, mlir, pxla
 from jax._src.interpreters import partial_eval as pe
 from jax._src.lax import lax as lax_internal
-from jax._src.lib import hlo as hlo
 from jax._src.mesh import use_abstract_mesh
 from jax._src.shard_map import _as_manual_mesh, _extend_axis_env
 
@@ -36,9 +35,7 @@ __all__ = [
     "ShapedArray",
     "Tracer",
     "Var",
-    "ad_checkpoint",
     "at_equation",
-    "batching",
     "bind",
     "body_effects",
     "boundary",
@@ -46,7 +43,6 @@ __all__ = [
     "equation_type",
     "eval_jaxpr",
     "fitted",
-    "hlo",
     "in_shard_map",
     "inline",
     "lazily",
@@ -428,17 +424,13 @@ def _rewritten(fun: Callable[..., Any], primals: Any, change: Change) -> Callabl
 _TRACED = object()
 
 
-def debug_info(name: str, arg_names: Sequence[str]) -> Any:
-    """Names for a jaxpr's inputs."""
-    return core.DebugInfo("xform", name, tuple(arg_names), None)
-
-
 def _private_names() -> list[Any]:
     """Every private name used here, for the test that says what a new jax has moved."""
     return [
-        _as_manual_mesh, _extend_axis_env, ad.backward_pass3, ad.linearize, ad_checkpoint, batching,
+        _as_manual_mesh, _extend_axis_env, ad.backward_pass3, ad.linearize,
         config._check_vma, core.custom_typechecks, core.DebugInfo, core.resolve_input_effects, core.trace_ctx,
-        dtypes.canonicalize_value, effects.JaxprInputEffect, hlo, lax_internal._convert_element_type,
-        lu.wrap_init, pe.DynamicJaxprTrace, pe.DynamicJaxprTracer, pe._memoize, pe.make_jaxpr_effects,
+        dtypes.canonicalize_value, effects.JaxprInputEffect, lax_internal._convert_element_type,
+        lu.wrap_init, mlir.make_ir_context, pxla.create_compile_options,
+        pxla.get_prop_to_input_output, pxla.maybe_concretize_mesh, pe.DynamicJaxprTrace, pe.DynamicJaxprTracer, pe._memoize, pe.make_jaxpr_effects,
         pe.trace_to_jaxpr_dynamic, source_info_util.user_frames, use_abstract_mesh,
     ]  # fmt: skip
