@@ -47,6 +47,7 @@ LAYERS = (
     "buffers",  # its memory
     "aot_child",  # the process that compiles
     "aot",  # compile for a topology
+    "placement",  # arrays onto a mesh
     "api",  # parallelize
     "targets",  # module:factory on the command line
     "check",  # the original against the rewritten

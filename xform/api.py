@@ -13,6 +13,7 @@ import functools
 import operator
 import time
 import types
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from xform.context import Context, Leaf
 from xform.errors import PlanError, RewriteError
+from xform.placement import dtype_of, provisional, put
 from xform.plan import Pass, Plan
 from xform.report import Report
 from xform.topologies import make_mesh
@@ -112,29 +114,24 @@ class Parallelized:
         return Lowered(program, lowered, self.mesh, {**program.seconds, "lower": max(0.0, rest)})
 
     def place(self, *args: Any) -> Any:
-        """The leading arguments on the mesh, laid out as the plan says: one argument gives it, several a
-        tuple.
+        """The leading arguments on the mesh, laid out as the plan says: one gives it, several a tuple.
 
-        Which dimension is what is known only from the whole program, so all arguments are needed, or an
-        earlier `trace`, `lower` or call with arguments of the same types. Raises PlanError otherwise.
+        Which dimension is what follows from the whole program: all arguments are needed, or an earlier
+        `trace`, `lower` or call with arguments of these types. Before that, they are laid out provisionally,
+        with a warning, and the first call moves them.
         """
-        program = self._program_for(args, "place")
-        flat = [jax.tree.leaves(a) for a in args]
-        wanted = iter(self._leading(program, len(flat)))
-        placed = [
-            jax.tree.unflatten(jax.tree.structure(a), [_put(x, next(wanted)) for x in leaves])
-            for a, leaves in zip(args, flat, strict=True)
-        ]
-        return placed[0] if len(placed) == 1 else tuple(placed)
+        layouts = self._layouts(args, "place")
+        placed = tuple(jax.tree.map(put, a, layout) for a, layout in zip(args, layouts, strict=True))
+        return placed[0] if len(placed) == 1 else placed
 
     def init(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`init_fn(*args)`, the function's first argument, born on the mesh: no device or host ever holds it
-        whole.
+        """`init_fn(*args)`, the function's first argument, born on the mesh: nobody ever holds it whole.
+
+        Laid out as `place` would.
         """
         shapes = jax.eval_shape(init_fn, *args, **kwargs)
-        program = self._program_for((shapes,), "init")
-        shardings = jax.tree.unflatten(jax.tree.structure(shapes), self._leading(program, 1))
-        return jax.jit(init_fn, out_shardings=shardings)(*args, **kwargs)
+        (layout,) = self._layouts((shapes,), "init")
+        return jax.jit(init_fn, out_shardings=layout)(*args, **kwargs)
 
     def shardings(self, *args: Any, **kwargs: Any) -> Any:
         """The layout of the arguments, as a pair of trees like (args, kwargs), for a call with these
@@ -263,10 +260,35 @@ class Parallelized:
         laid = [x if s is None else _struct(x, s) for x, s in zip(leaves, layouts, strict=True)]
         return jax.tree.unflatten(tree, laid)
 
-    def _program_for(self, args: Sequence[Any], verb: str) -> Program:
+    def _layouts(self, args: Sequence[Any], verb: str) -> tuple[Any, ...]:
+        """A tree of layouts for each of the leading arguments."""
+        program = self._known(args)
+        if program is None and self._takes(args):
+            program = self.trace(*args)
+        if program is None:
+            name = getattr(self._fn, "__name__", "the function")
+            warnings.warn(
+                f"{verb}: {name} was not traced yet with arguments of these types, and only the whole program says"
+                " how they should lie. They are laid out provisionally, and moved at the first call. Call"
+                " .trace(...) once before, with all arguments (jax.ShapeDtypeStructs will do)",
+                stacklevel=3,
+            )
+            return tuple(provisional(a, self.mesh) for a in args)
+        layouts = iter(self._leading(program, len(args)))
+        return tuple(jax.tree.map(lambda _: next(layouts), a) for a in args)
+
+    def _takes(self, args: Sequence[Any]) -> bool:
+        """Whether these are all the arguments that the function needs."""
+        signature = _signature(self._fn)
+        try:
+            return signature is None or bool(signature.bind(*args))
+        except TypeError:
+            return False
+
+    def _known(self, args: Sequence[Any]) -> Program | None:
         """A program whose leading arguments are of these types."""
         wanted: list[tuple[Any, list[Any]]] = [
-            (jax.tree.structure(a), [(np.shape(x), _dtype(x)) for x in jax.tree.leaves(a)]) for a in args
+            (jax.tree.structure(a), [(np.shape(x), dtype_of(x)) for x in jax.tree.leaves(a)]) for a in args
         ]
         for program in reversed(list(self._programs.values())):
             positional, _ = jax.tree.unflatten(program.in_tree, range(program.in_tree.num_leaves))
@@ -283,17 +305,7 @@ class Parallelized:
                 for have, (structure, types) in zip(positional, wanted, strict=False)
             ):
                 return program
-        try:
-            return self.trace(*args)
-        except TypeError as error:
-            raise PlanError(
-                f"{verb} needs to know the whole program, which says what each dimension is, and"
-                f" {getattr(self._fn, '__name__', 'the function')} was not traced yet with arguments of these"
-                " types."
-                " Call .trace(...) once with all arguments (jax.ShapeDtypeStructs will do;"
-                " jax.eval_shape(init_fn, key) gives a state's), or place all arguments together:"
-                f" state, batch = step.place(state, batch). ({error})"
-            ) from None
+        return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -435,10 +447,6 @@ def _leaves(variables: Sequence[Any]) -> tuple[Leaf, ...]:
     return tuple(Leaf("", v.aval) for v in variables)
 
 
-def _dtype(x: Any) -> Any:
-    return x.dtype if hasattr(x, "dtype") else np.result_type(x)
-
-
 def _struct(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     aval = typeof(x) if not isinstance(x, jax.ShapeDtypeStruct) else x
     return jax.ShapeDtypeStruct(
@@ -448,18 +456,3 @@ def _struct(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
 
 def _constrain(x: Any, sharding: NamedSharding | None) -> Any:
     return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
-
-
-def _put(x: Any, sharding: NamedSharding | None) -> Any:
-    """x on the mesh. Across processes every one must hold the same whole value, and keeps only its own
-    shards.
-    """
-    if sharding is None:
-        return x
-    if sharding.is_fully_addressable or (isinstance(x, jax.Array) and not x.is_fully_addressable):
-        return jax.device_put(x, sharding)
-    if jax.dtypes.issubdtype(_dtype(x), jax.dtypes.prng_key):
-        data = _put(jax.random.key_data(x), NamedSharding(sharding.mesh, sharding.spec))
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    host = np.asarray(x)
-    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])

@@ -427,10 +427,11 @@ _TRACED = object()
 def _private_names() -> list[Any]:
     """Every private name used here, for the test that says what a new jax has moved."""
     return [
-        _as_manual_mesh, _extend_axis_env, ad.backward_pass3, ad.linearize,
-        config._check_vma, core.custom_typechecks, core.DebugInfo, core.resolve_input_effects, core.trace_ctx,
+        _as_manual_mesh, _extend_axis_env, ad.backward_pass3, ad.linearize, config._check_vma,
+        core.custom_typechecks, core.DebugInfo, core.resolve_input_effects, core.trace_ctx,
         dtypes.canonicalize_value, effects.JaxprInputEffect, lax_internal._convert_element_type,
         lu.wrap_init, mlir.make_ir_context, pxla.create_compile_options,
-        pxla.get_prop_to_input_output, pxla.maybe_concretize_mesh, pe.DynamicJaxprTrace, pe.DynamicJaxprTracer, pe._memoize, pe.make_jaxpr_effects,
-        pe.trace_to_jaxpr_dynamic, source_info_util.user_frames, use_abstract_mesh,
+        pxla.get_prop_to_input_output, pxla.maybe_concretize_mesh, pe.DynamicJaxprTrace,
+        pe.DynamicJaxprTracer, pe._memoize, pe.make_jaxpr_effects, pe.trace_to_jaxpr_dynamic,
+        source_info_util.user_frames, use_abstract_mesh,
     ]  # fmt: skip
