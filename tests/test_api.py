@@ -342,3 +342,33 @@ def test_two_processes_lower_to_the_same_bytes():
         )
         texts.append(run.stdout)
     assert texts[0] == texts[1] and b"stablehlo.abs" in texts[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Look:
+    """A pass that changes nothing and keeps what it was told, by name."""
+
+    seen: ClassVar[list[tuple[list[str], list[list[str]]]]] = []
+    stages: ClassVar[tuple[str, ...]] = ("model",)
+
+    def rewrite(self, jaxpr, context):
+        roles = context.roles(jaxpr)
+        self.seen.append(([leaf.path for leaf in context.inputs], list(roles.inputs().values())))
+        return jaxpr
+
+
+def test_a_model_pass_is_told_which_inputs_of_the_step_the_model_has():
+    def loss(params, x):
+        return jnp.square(x @ params["w"]).sum()
+
+    def step(state, x):
+        doubled = {"w": state["ema"]["w"] * 2}
+        return jax.grad(loss)(state["params"], x), jax.grad(loss)(doubled, x)
+
+    state = {"params": {"w": W}, "ema": {"w": W}}
+    Look.seen.clear()
+    named = Plan({}, [Look()], axes={"mlp": "[0]['params']['w'][1]", "vocab": "[1][1]"})
+    parallelize(step, named).trace(state, X)
+    (first, roles), (second, _) = Look.seen
+    assert first == ["[0]['params']['w']"] and second == [""]
+    assert roles[0][1] == ["mlp"]

@@ -48,7 +48,7 @@ def test_a_state_alone_is_placed_after_a_trace_on_shapes():
 def test_a_state_alone_before_any_trace_is_placed_provisionally_with_a_warning():
     step = parallelize(FN, PLAN)
     host, tokens = arrays()
-    with pytest.warns(UserWarning, match=r"train was not traced yet.*Call .trace"):
+    with pytest.warns(UserWarning, match=r"train was not traced with.*Call .trace"):
         placed = step.place(host)
     assert specs(placed) == {"table": P(("fsdp", "tensor")), "w": P(("fsdp", "tensor"))}
     after, loss = step(placed, tokens)

@@ -42,7 +42,7 @@ class Soften:
     def __init__(self) -> None:
         self.programs: list[Jaxpr] = []
 
-    def __call__(self, jaxpr: Jaxpr) -> Jaxpr:
+    def __call__(self, jaxpr: Jaxpr, values) -> Jaxpr:
         self.programs.append(jaxpr)
         return rewrite(jaxpr, lambda s: [softsign(*s.args)] if s.name == "tanh" else None)
 
@@ -285,7 +285,7 @@ def test_names_and_lines_of_the_model_are_kept():
         return sorted((e.primitive.name, name_stack(e), source_line(e)) for e in jaxpr.eqns)
 
     plain = trace_flat(flat(step), [typeof(W), typeof(X)], "step")
-    with boundary(lambda jaxpr: jaxpr, object()):
+    with boundary(lambda jaxpr, values: jaxpr, object()):
         caught = trace_flat(flat(step), [typeof(W), typeof(X)], "step")
     assert places(caught) == places(plain)
     assert any(n == "outer/jvp(mlp)" for _, n, _ in places(caught))
@@ -317,17 +317,17 @@ def test_jit_caches_are_not_polluted_either_way():
     assert_close(inner(W, X), plain)
     with boundary(Soften(), "first"):
         assert_close(inner(W, X), soft)
-    with boundary(lambda jaxpr: jaxpr, "second"):
+    with boundary(lambda jaxpr, values: jaxpr, "second"):
         assert_close(inner(W, X), plain)
     assert_close(inner(W, X), plain)
 
 
 def test_the_patch_is_removed_after_an_error_which_shows_the_users_lines():
-    def wrong(jaxpr):
+    def wrong(jaxpr, values):
         return rewrite(jaxpr, lambda s: [jnp.zeros(2)] if s.name == "tanh" else None, name="wrong")
 
     linearize, backward = ad.linearize, ad.backward_pass3
-    with boundary(lambda jaxpr: jaxpr, 0):
+    with boundary(lambda jaxpr, values: jaxpr, 0):
         assert ad.linearize is not linearize
         with (
             pytest.raises(
@@ -383,7 +383,9 @@ def test_boundaries_in_two_threads_keep_apart():
             results[name] = jax.grad(model)(W, X)
             barrier.wait()
 
-    threads = [threading.Thread(target=run, args=a) for a in (("soft", Soften()), ("plain", lambda j: j))]
+    threads = [
+        threading.Thread(target=run, args=a) for a in (("soft", Soften()), ("plain", lambda j, values: j))
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -454,7 +456,7 @@ def test_explicit_shardings_survive_tracing_and_rewriting():
     with jax.set_mesh(mesh):
         x = jax.device_put(np.zeros((4, 3), np.float32), jax.sharding.NamedSharding(mesh, jax.P("data")))
         jaxpr = trace_flat(lambda x: [jnp.tanh(x) * 2], [typeof(x)], "f")
-        new = Soften()(jaxpr)
+        new = Soften()(jaxpr, ())
     assert str(new.outvars[0].aval) == str(jaxpr.outvars[0].aval) == "float32[4@data,3]"
 
 

@@ -185,40 +185,44 @@ class Parallelized:
         outputs: tuple[Leaf, ...] = ()
         spent = 0.0
 
+        passed: dict[int, Leaf] = {}  # inputs by the tracers they are while the function is traced
+
         def flat(*values: Any) -> list[Any]:
             nonlocal out_tree, outputs
+            passed.update(zip(map(id, values), inputs, strict=True))
             leaves = dict(static) | dict(zip(numbers, values, strict=True))
             args, kwargs = jax.tree.unflatten(tree, [leaves[i] for i in range(tree.num_leaves)])
             with_paths, out_tree = jax.tree_util.tree_flatten_with_path(self._fn(*args, **kwargs))
             outputs = tuple(Leaf(jax.tree_util.keystr(p), typeof(x)) for p, x in with_paths)
             return [x for _, x in with_paths]
 
-        def model(jaxpr: Jaxpr) -> Jaxpr:
+        def model(jaxpr: Jaxpr, leaves: Sequence[Leaf]) -> Jaxpr:
             nonlocal spent
             start = time.perf_counter()
-            context = Context(
-                "model", self.mesh, report, _leaves(jaxpr.invars), _leaves(jaxpr.outvars), self.plan.axes
-            )
+            results = tuple(Leaf("", v.aval) for v in jaxpr.outvars)
+            context = Context("model", self.mesh, report, leaves, results, self.plan.axes)
             after = _run(jaxpr, model_passes, context, stages, " (model)")
             spent += time.perf_counter() - start
             return after
+
+        differentiated = False
+
+        def at_boundary(jaxpr: Jaxpr, values: Sequence[Any]) -> Jaxpr:
+            nonlocal differentiated
+            differentiated = True
+            return model(jaxpr, [passed.get(id(x), Leaf("", typeof(x))) for x in values])
 
         model_passes = _of_stage(self.plan.passes, "model")
         name = getattr(self._fn, "__name__", "fn")
         start = time.perf_counter()
         paths = [leaf.path for leaf in inputs]
         if model_passes:
-            differentiated = False
-
-            def once(jaxpr: Jaxpr) -> Jaxpr:
-                nonlocal differentiated
-                differentiated = True
-                return model(jaxpr)
-
-            with boundary(once, object()):  # a key of its own: `once` sees nothing of what jit traced before
+            with boundary(
+                at_boundary, object()
+            ):  # a key of its own: nothing that jit traced before is reused
                 jaxpr = trace_flat(flat, avals, name, paths)
             if not differentiated:
-                jaxpr = model(jaxpr)
+                jaxpr = model(jaxpr, inputs)
         else:
             jaxpr = trace_flat(flat, avals, name, paths)
         traced = time.perf_counter()
@@ -268,8 +272,8 @@ class Parallelized:
         if program is None:
             name = getattr(self._fn, "__name__", "the function")
             warnings.warn(
-                f"{verb}: {name} was not traced yet with arguments of these types, and only the whole program says"
-                " how they should lie. They are laid out provisionally, and moved at the first call. Call"
+                f"{verb}: {name} was not traced with arguments of these types yet; the whole program alone"
+                " says how they should lie. They are laid out provisionally and moved at the first call. Call"
                 " .trace(...) once before, with all arguments (jax.ShapeDtypeStructs will do)",
                 stacklevel=3,
             )
@@ -441,10 +445,6 @@ def _donated(fn: Callable[..., Any], options: dict[str, Any]) -> set[int | str]:
 
 def _as_tuple(x: Any) -> tuple[Any, ...]:
     return () if x is None else (x,) if isinstance(x, (int, str)) else tuple(x)
-
-
-def _leaves(variables: Sequence[Any]) -> tuple[Leaf, ...]:
-    return tuple(Leaf("", v.aval) for v in variables)
 
 
 def _struct(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:

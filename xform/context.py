@@ -26,7 +26,9 @@ Stage = Literal["model", "step", "compiler"]
 class Leaf:
     """One array among a function's inputs or outputs.
 
-    path: as `jax.tree_util.keystr` writes it, over (args..., kwargs...) for inputs; '' where it has no name.
+    path: as `jax.tree_util.keystr` writes it, over (args..., kwargs...) for inputs of the whole function,
+    also
+        where they are inputs of the function being differentiated; '' for what has no name.
     argument: the number (or keyword) of the argument it belongs to; -1 for outputs and closed-over values.
     """
 
@@ -62,5 +64,27 @@ class Context:
         """The axes of `jaxpr` and their roles; analysed once for the same program."""
         if self._roles is None or self._roles[0] is not jaxpr:
             paths = [leaf.path for leaf in self.inputs]
-            self._roles = (jaxpr, find_roles(find_axes(jaxpr), self.axis_names, paths))
+            names = self.axis_names if self.stage == "step" else _of_these(self.axis_names, paths)
+            self._roles = (jaxpr, find_roles(find_axes(jaxpr), names, paths))
         return self._roles[1]
+
+
+def _of_these(names: Mapping[str, Any], paths: Sequence[str]) -> dict[str, Any]:
+    """The user's names for axes of these inputs: a function that is differentiated takes a part of the
+    step's.
+
+    A role's places are `path[dimension]`, alone or in a list; or the key is the place and the value splits
+    it.
+    """
+
+    def here(place: Any) -> bool:
+        return any(path and str(place).startswith(path + "[") for path in paths)
+
+    found = {}
+    for key, value in names.items():
+        places = [value] if isinstance(value, str) else list(value)
+        if here(key):
+            found[key] = value
+        elif kept := [place for place in places if here(place)]:
+            found[key] = kept
+    return found

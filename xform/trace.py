@@ -322,7 +322,10 @@ def source_line(eqn: JaxprEqn) -> str:
 
 # ---------------------------------------------------------------- the differentiation boundary
 
-Change = Callable[[Jaxpr], Jaxpr]
+Change = Callable[[Jaxpr, Sequence[Value]], Jaxpr]
+"""The program that is about to be differentiated, and the values it is applied to, give the program to take
+instead.
+"""
 _cache_key = jax.make_user_context(None)
 _active = threading.local()
 _patch_lock = threading.Lock()
@@ -336,11 +339,11 @@ def boundary(change: Change, key: Any) -> Iterator[None]:
     """While active, `change` rewrites every function that is about to be differentiated in reverse.
 
     The outermost call of `jax.grad`, `value_and_grad` or `vjp` (and all that is built on them) has its
-    function traced on its own, closed-over tracers becoming constants; `change` rewrites the jaxpr, and JAX
-    differentiates the result. What is differentiated inside that function, or by a custom rule on the way
-    back, belongs to it and is left alone. `key`, hashable, keeps programs traced under one boundary out of
-    jit's caches for another: a function that jit has traced under an equal key is not traced again, and
-    `change` not called.
+    function traced on its own, closed-over tracers becoming constants; `change` is given the jaxpr and what
+    it is applied to, rewrites it, and JAX differentiates the result. What is differentiated inside that
+    function, or by a custom rule on the way back, belongs to it and is left alone. `key`, hashable, keeps
+    programs traced under one boundary out of jit's caches for another: a function that jit has traced under
+    an equal key is not traced again, and `change` not called.
     """
     global _patched
     with _patch_lock:
@@ -411,7 +414,8 @@ def _rewritten(fun: Callable[..., Any], primals: Any, change: Change) -> Callabl
 
     name = getattr(fun, "__name__", "model")
     names = ["args" + jax.tree_util.keystr(path) for path, _ in with_paths]
-    new = change(trace_flat(flat, [typeof(x) for x in primals], name, names))
+    values = list(primals)
+    new = change(trace_flat(flat, [typeof(x) for x in values], name, names), values)
 
     def evaluated(*args: Any) -> Any:
         traced = iter(eval_jaxpr(new, *jax.tree.leaves(args)))
