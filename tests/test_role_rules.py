@@ -298,6 +298,22 @@ def test_vmap_over_examples() -> None:
     assert below("0.layers.#.", found) == LAYER_ROLES
 
 
+def test_a_row_looked_up_one_index_at_a_time() -> None:
+    """Under vmap a dynamic slice becomes a gather that keeps the row's dimension, and a squeeze."""
+
+    def loss(p: Any, tokens: Any, labels: Any) -> Any:
+        def row(i: Any) -> Any:
+            return lax.dynamic_index_in_dim(p["table"], i, keepdims=False)
+
+        x = layer(p["layer"], jax.vmap(jax.vmap(row))(tokens))
+        return picked(x @ p["head"], labels)
+
+    params = {"table": f(21, 12), "head": f(12, 21), "layer": LAYER}
+    found = inputs(told(sgd(loss), (params, *TOKENS)))
+    assert found["0.table"] == "vocab | embed" and found["0.head"] == "embed | vocab"
+    assert below("0.layer.", found) == LAYER_ROLES
+
+
 def test_one_example_has_no_batch() -> None:
     def loss(p: Any, tokens: Any, labels: Any) -> Any:
         return language_model(layer)(p, tokens[None], labels[None])

@@ -328,8 +328,9 @@ def _conv(e: Evidence, scope: Scope, index: int, eqn: JaxprEqn) -> None:
 def _gather(e: Evidence, scope: Scope, index: int, eqn: JaxprEqn) -> None:
     operand = scope[eqn.invars[0]]
     numbers = eqn.params["dimension_numbers"]
-    rows = _picked(operand, numbers.collapsed_slice_dims)
-    gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+    single = [d for d in numbers.start_index_map if eqn.params["slice_sizes"][d] == 1]
+    rows = _picked(operand, single)
+    gone = (*single, *numbers.operand_batching_dims)
     pick = Pick(scope, eqn.invars[0], eqn.invars[1], rows, _others(operand, gone), factors(operand))
     e.picks.append(pick)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from xform.trace import Jaxpr, JaxprEqn, Literal
+from xform.trace import Jaxpr, JaxprEqn, Literal, shape_of
 
 Places = list[tuple[int, Any, int]]
 """Dimensions of the first operand that an equation indexes: dimension, indices, and which component of
@@ -19,15 +19,18 @@ them.
 
 
 def _gathered(eqn: JaxprEqn) -> Places:
-    numbers = eqn.params["dimension_numbers"]
-    places = enumerate(numbers.start_index_map)
-    return [(d, eqn.invars[1], k) for k, d in places if d in numbers.collapsed_slice_dims]
+    places = enumerate(eqn.params["dimension_numbers"].start_index_map)
+    return [(d, eqn.invars[1], k) for k, d in places if eqn.params["slice_sizes"][d] == 1]
 
 
 def _scattered(eqn: JaxprEqn) -> Places:
     numbers = eqn.params["dimension_numbers"]
     places = enumerate(numbers.scatter_dims_to_operand_dims)
-    return [(d, eqn.invars[1], k) for k, d in places if d in numbers.inserted_window_dims]
+    gone = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    window = [d for d in range(len(shape_of(eqn.invars[0]))) if d not in gone]
+    update = shape_of(eqn.invars[2])
+    single = {d for d, at in zip(window, numbers.update_window_dims, strict=True) if update[at] == 1}
+    return [(d, eqn.invars[1], k) for k, d in places if d in numbers.inserted_window_dims or d in single]
 
 
 def _sliced(eqn: JaxprEqn) -> Places:
