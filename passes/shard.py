@@ -7,35 +7,29 @@ The axes analysis says what every dimension is; rules, MaxText's by default, say
 XLA's partitioner does the rest. A dimension has a *logical name*: its role, and for activations `activation_`
 and its role, refined as MaxText refines it (the embed of a norm's scale is `norm`, of an expert's weight
 `embed_moe`, the length of the residual stream `activation_norm_length`). Constraints go where layouts are
-decided: on the results of the matrix products, lookups and convolutions, on gradients where they are born,
-and on what loops carry.
+decided (`constraints`): on the results of matrix products, lookups and convolutions, on gradients where they
+are born, and on what loops carry.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from xform.axes import Scope
+from xform.constraints import Places, spelled
 from xform.context import Context, Leaf
-from xform.higher_order import bodies, carries
 from xform.inputs import Kind, kinds
 from xform.layout import Layout, alternatives, spec_axes
-from xform.logical import LENGTHS, logical_names
+from xform.logical import Named, logical_names
 from xform.plans.rules import MAXTEXT_RULES
-from xform.rewrite import Path, Site, rewrite
+from xform.rewrite import Site, rewrite
 from xform.roles import Roles
-from xform.trace import DropVar, Jaxpr, Literal, Var, shape_of
-
-PRODUCTS = frozenset({"dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"})
-"""Operations whose result gets its layout from the rules, not from its operands. A lookup in a table is one
-more.
-"""
+from xform.trace import Jaxpr, Literal, Var, shape_of
 
 SEQUENCE_PARALLEL = ("activation_norm_length", "activation_norm_length_moe")
 
@@ -69,15 +63,29 @@ class Shard:
 
     def rewrite(self, jaxpr: Jaxpr, context: Context) -> Jaxpr:
         layout = self._layout(context)
+        if own := _in_types(jaxpr):
+            why = f"its arrays' types say where they lie (Explicit mesh axes {', '.join(own)})"
+            context.report.declined("shard", "the program", f"{why}; use Auto axes to leave that to a plan")
+            return jaxpr
         roles = context.roles(jaxpr)
         input_kinds = kinds(jaxpr, roles)
         self._lay_out_arguments(jaxpr, context, roles, layout, input_kinds)
-        constraints = _Constraints(self, context, roles, layout, _weights(jaxpr, roles, input_kinds))
-        result = rewrite(jaxpr, constraints.rule, context.report, "shard")
-        for what, count in sorted(constraints.placed.items()):
+        places = Places(roles, layout, _weights(jaxpr, roles, input_kinds), self.gradient_axes)
+        found = places.find()
+        for what, count in sorted(places.placed.items()):
             context.report.did("shard", f"constrained {count} x {what}")
         layout.check_used(self.strict)
-        return result
+
+        def constrain(site: Site) -> list[Any] | None:
+            specs = found.get(site.path, {}).get(site.index)
+            if specs is None:
+                return None
+            return [
+                x if s is None else jax.lax.with_sharding_constraint(x, NamedSharding(context.mesh, s))
+                for x, s in zip(site.bind(), specs, strict=True)
+            ]
+
+        return rewrite(jaxpr, constrain, context.report, "shard") if found else jaxpr
 
     def _layout(self, context: Context) -> Layout:
         rules: dict[str, list[tuple[str, ...]]] = {}
@@ -100,15 +108,19 @@ class Shard:
     ) -> None:
         """Writes the layout of every input and output into the context, with its reason."""
         root = roles.axes.root
+        parameters = [i for i, kind in enumerate(input_kinds) if kind == "parameter"]
+        owners = _of_same_end([context.inputs[i] for i in parameters], context.inputs)
         whole = total = 0
         for i, (var, leaf, kind) in enumerate(zip(jaxpr.invars, context.inputs, input_kinds, strict=True)):
             names = logical_names(roles, root, var)
+            if kind == "optimizer" and (owner := owners[i]) is not None:
+                names = _kept(roles, jaxpr.invars[parameters[owner]], var) or names
             spec, why = layout.spec(names, leaf.path)
             if kind == "optimizer":
                 spec, more = layout.spread(spec, names, shape_of(var), self.optimizer_axes, leaf.path)
                 why += more
             context.in_shardings[i] = NamedSharding(context.mesh, spec)
-            context.reasons[leaf.path] = f"{kind}, {_spelled(roles, root, var)}: {why}"
+            context.reasons[leaf.path] = f"{kind}, {spelled(roles, root, var)}: {why}"
             if kind != "data":
                 total += _bytes(leaf.aval)
                 whole += 0 if spec_axes(spec) else _bytes(leaf.aval)
@@ -130,101 +142,11 @@ class Shard:
             context.out_shardings[i] = NamedSharding(context.mesh, spec)
 
 
-class _Constraints:
-    """The rule that inserts sharding constraints. Counts what it placed, by what it was."""
-
-    def __init__(
-        self,
-        options: Shard,
-        context: Context,
-        roles: Roles,
-        layout: Layout,
-        weights: frozenset[frozenset[str]],
-    ) -> None:
-        self.options, self.mesh = options, context.mesh
-        self.roles, self.layout, self.weights = roles, layout, weights
-        self.placed: dict[str, int] = {}
-        self._carried: dict[tuple[Path, int, int], frozenset[Var]] = {}
-        self._scopes: dict[Path, Scope] = {}
-
-    def rule(self, site: Site) -> list[Any] | None:
-        if any(number < 0 for _, number in site.path) or _manual(site):
-            return None  # A custom rule that no analysis has seen; somebody's own shard_map.
-        if bodies(site.eqn):
-            self._note_carries(site)
-            return None
-        specs = [self._spec(site, var) for var in site.eqn.outvars]
-        if not any(specs):
-            return None
-        return [
-            x if s is None else jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, s))
-            for x, s in zip(site.bind(), specs, strict=True)
-        ]
-
-    def _note_carries(self, site: Site) -> None:
-        """Before a loop's body is walked: which of its variables the next turn starts from."""
-        for number, body in enumerate(bodies(site.eqn)):
-            outs = frozenset(v for o in carries(site.eqn, number) if isinstance(v := body.outvars[o], Var))
-            if outs:
-                self._carried[site.path, site.index, number] = outs
-
-    def _is_carried(self, site: Site, var: Var) -> bool:
-        if not site.path:
-            return False
-        *outer, (index, number) = site.path
-        return var in self._carried.get((tuple(outer), index, number), ())
-
-    def _scope(self, path: Path) -> Scope:
-        scope = self._scopes.get(path)
-        if scope is None:
-            scope = self._scopes[path] = self.roles.axes.scope(path)
-        return scope
-
-    def _spec(self, site: Site, var: Var) -> PartitionSpec | None:
-        """The constraint on one result of an operation; None where its layout is not decided here."""
-        if not shape_of(var) or isinstance(var, DropVar):
-            return None
-        carried = self._is_carried(site, var)
-        product = site.name in PRODUCTS
-        if not (product or carried or site.name == "gather" or _sums(site)):
-            return None
-        scope = self._scope(site.path)
-        roles = [role for dim in self.roles.of(scope, var) for role in dim]
-        names = logical_names(self.roles, scope, var)
-        if "batch" in roles:
-            if not (product or carried or (site.name == "gather" and "embed" in roles)):
-                return None
-            if sum(role in LENGTHS for role in roles) > 1:
-                return None  # Attention's scores follow their q and k.
-            spec, what = self.layout.spec(names, site.line, partial=True)[0], "activation"
-        elif frozenset(roles) in self.weights and (product or carried or self._loses_batch(site, scope)):
-            spec, what = self.layout.spec(names, site.line)[0], "gradient"
-            spec, _ = self.layout.spread(spec, names, shape_of(var), self.options.gradient_axes, site.line)
-        else:
-            return None
-        if not spec_axes(spec):
-            return None
-        kind = f"carried {what}" if carried and not product else what
-        key = f"{kind} [{_spelled(self.roles, scope, var)}] {spec}"
-        self.placed[key] = self.placed.get(key, 0) + 1
-        return spec
-
-    def _loses_batch(self, site: Site, scope: Scope) -> bool:
-        """Whether the operation sums over the batch: where a gradient is born."""
-        return any(
-            not isinstance(v, Literal) and any("batch" in dim for dim in self.roles.of(scope, v))
-            for v in site.eqn.invars
-        )
-
-
-def _sums(site: Site) -> bool:
-    """Operations other than products that sum over the batch: a bias's or a scale's gradient, a table's."""
-    return site.name == "reduce_sum" or site.name.startswith("scatter")
-
-
-def _manual(site: Site) -> bool:
-    """Inside somebody's own shard_map, layouts are somebody's own affair."""
-    return bool(getattr(site.eqn.ctx.cur_abstract_mesh, "manual_axes", ()))
+def _in_types(jaxpr: Jaxpr) -> tuple[str, ...]:
+    """The mesh axes over which the program itself lays out its arrays, in their types."""
+    meshes = [v.aval.sharding.mesh for v in jaxpr.invars if hasattr(v.aval, "sharding")]
+    meshes += [eqn.ctx.cur_abstract_mesh for eqn in jaxpr.eqns]
+    return tuple(dict.fromkeys(axis for mesh in meshes for axis in mesh.explicit_axes))
 
 
 def _weights(jaxpr: Jaxpr, roles: Roles, input_kinds: Sequence[Kind]) -> frozenset[frozenset[str]]:
@@ -239,32 +161,40 @@ def _weights(jaxpr: Jaxpr, roles: Roles, input_kinds: Sequence[Kind]) -> frozens
     return frozenset(found - {frozenset()})
 
 
-def _spelled(roles: Roles, scope: Scope, var: Var) -> str:
-    return " x ".join("·".join(dim) or "1" for dim in roles.of(scope, var)) or "scalar"
+def _kept(roles: Roles, parameter: Var, state: Var) -> list[Named]:
+    """The names that the dimensions of a state have in its parameter; a factored moment has some of them."""
+    root = roles.axes.root
+    names = iter(zip(root[parameter], logical_names(roles, root, parameter), strict=True))
+    dims = root[state]
+    found = [next((name for other, name in names if other == dim), None) for dim in dims]
+    return [name for name in found if name is not None] if dims and all(found) else []
 
 
 def _twins(inputs: Sequence[Leaf], outputs: Sequence[Leaf]) -> list[int | None]:
     """For each output the input it is the next value of: of the same type, with the longest common end of its
     path.
     """
-    by_type: dict[Any, list[int]] = {}
+    return _of_same_end(inputs, outputs, lambda leaf: (leaf.aval.shape, leaf.aval.dtype))
+
+
+def _of_same_end(
+    inputs: Sequence[Leaf], others: Sequence[Leaf], alike: Callable[[Leaf], Any] = lambda leaf: None
+) -> list[int | None]:
+    """For each leaf the first input that is alike and has the longest end of its path in common, by keys."""
+    ends: dict[tuple[Any, str], int] = {}
     for i, leaf in enumerate(inputs):
-        by_type.setdefault((leaf.aval.shape, leaf.aval.dtype), []).append(i)
+        for end in _ends(leaf.path):
+            ends.setdefault((alike(leaf), end), i)
     found: list[int | None] = []
-    for leaf in outputs:
-        same = by_type.get((getattr(leaf.aval, "shape", None), getattr(leaf.aval, "dtype", None)), [])
-        best = max(same, key=lambda i: _common_end(inputs[i].path, leaf.path), default=None)
-        found.append(best if best is not None and _common_end(inputs[best].path, leaf.path) > 1 else None)
+    for leaf in others:
+        hits = (ends.get((alike(leaf), end)) for end in _ends(leaf.path))
+        found.append(next((i for i in hits if i is not None), None))
     return found
 
 
-def _common_end(a: str, b: str) -> int:
-    count = 0
-    for x, y in zip(reversed(a), reversed(b), strict=False):
-        if x != y:
-            break
-        count += 1
-    return count
+def _ends(path: str) -> list[str]:
+    """The ends of a path that begin where a key does, longest first."""
+    return [path[i:] for i, c in enumerate(path) if c in "[."]
 
 
 def _bytes(aval: Any) -> int:

@@ -31,3 +31,55 @@ def step():
 
 def not_a_pair():
     return 3
+
+
+def fails():
+    """A factory that raises."""
+    raise KeyError("no data set")
+
+
+def shapes_clash():
+    """A program that cannot be traced."""
+    return (lambda x, w: x @ w), (jnp.ones((3, 4)), jnp.ones((5, 6)))
+
+
+def not_an_array():
+    return (lambda p, name: p * len(name)), (jnp.ones(3), "abc")
+
+
+def not_a_tuple():
+    return jnp.tanh, jnp.ones(3)
+
+
+def too_few():
+    return (lambda p, x: p @ x), (jnp.ones(3),)
+
+
+def needs(width: int):
+    return jnp.tanh, (jnp.ones(width),)
+
+
+def exits():
+    raise SystemExit("no data")
+
+
+def noisy():
+    """A program that prints, made by a factory that prints."""
+    print("from the factory")
+
+    def fn(p, x):
+        print("from the trace")
+        jax.debug.print("from the run {}", x.sum())
+        return ((x @ p) ** 2).mean()
+
+    return fn, (jnp.ones((8, 4)), jnp.ones((16, 8)))
+
+
+def too_large():
+    """A loss whose activations no chip holds."""
+
+    def fn(p, x):
+        return ((jnp.tanh(x @ p) @ p.T) ** 2).mean()
+
+    shapes = ((4096, 65_536), (1 << 20, 4096))
+    return jax.value_and_grad(fn), tuple(jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes)

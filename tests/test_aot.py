@@ -1,5 +1,6 @@
 """Compiling for a TPU topology: figures reckoned by hand, the same early as at the end, errors."""
 
+import dataclasses
 import pathlib
 import subprocess
 import tempfile
@@ -108,9 +109,10 @@ def test_a_scanned_mlp_has_the_bytes_counts_and_flops_reckoned_by_hand():
     assert (json["full"], json["cycles"], json["memory"]["peak"]) == (False, None, None)
     assert json["kernels"] == []
     assert json["seconds"]["trace"] == 0.25 and json["seconds"]["compile"] > 0
-    assert len(json["notes"]) == 1 and "stopped before code generation" in json["notes"][0]
+    donated, stopped = json["notes"]
+    assert "nothing is donated" in donated and "stopped before code generation" in stopped
     assert "is_scheduled=true" in result.hlo_text
-    text = result.render(model_flops=2 * json["dot_flops"])
+    text = dataclasses.replace(result, ideal_flops=json["dot_flops"] / 2).render()
     assert "over fsdp" in text and "50.0% of these" in text
 
 
@@ -128,7 +130,8 @@ def test_stopped_early_the_figures_are_those_of_a_full_compilation():
     assert abs(early.memory["temp"] - full.memory["temp"]) <= 16 << 10
     assert early.cycles is None and early.memory["peak"] is None
     assert full.cycles and full.memory["peak"]
-    assert full.to_json()["cycles_by_scope"]["mlp"] > 0 and full.notes == []
+    assert full.to_json()["cycles_by_scope"]["mlp"] > 0
+    assert not any("stopped" in note for note in full.notes)
     assert "ms" in full.render()
 
 
@@ -229,8 +232,10 @@ def test_a_program_too_large_is_refused_with_its_largest_buffers_and_remedies():
     largest = refusal.value.largest[0]
     assert largest.nbytes > topology.hbm and largest.kind == "temp"
     message = str(refusal.value)
-    assert "out of device memory on v5e:2x2" in message and "RESOURCE_EXHAUSTED" in message
-    assert str(largest) in message and largest.what and "what would help: a Remat policy" in message
+    first = message.splitlines()[0]
+    assert first.startswith("out of device memory on v5e:2x2: ") and first.endswith("a device has 15.75GiB")
+    assert str(largest) in message and "0.00 GB" not in message
+    assert largest.what and "jax.checkpoint" in message
 
 
 def test_a_kernel_that_exceeds_its_own_memory_is_no_matter_of_device_memory():

@@ -216,7 +216,7 @@ def test_a_random_key_and_a_ref_are_arguments():
 def test_a_model_pass_rewrites_what_is_about_to_be_differentiated():
     step = parallelize(train_step, plan(Soften()))
     assert_close(step(W, X), train_step(W, X, softsign))
-    assert step.trace(W, X).report.lines() == ["soften: did a program of 4 equations"]
+    assert step.trace(W, X).report.lines() == ["soften: a program of 4 equations"]
 
 
 def test_a_model_pass_rewrites_the_function_itself_when_nothing_differentiates():

@@ -16,9 +16,11 @@ CHECKOUT = pathlib.Path(__file__).parents[1]
 # The modules of xform, lowest first. A module imports only from rows above its own; a package is one row.
 LAYERS = (
     "errors",  # the three kinds of error
+    "faults",  # whose fault an exception is, and what is said of it
     "report",  # notes on what was done
     "trace",  # functions to jaxprs and back; the one importer of jax._src
     "higher_order",  # the equations that hold bodies
+    "flops",  # the arithmetic a program asks for
     "rewrite",  # the engine
     "graph",  # a jaxpr as a graph
     "printing",  # programs as text, diffs
@@ -33,6 +35,14 @@ LAYERS = (
     "roles",  # what each axis is
     "logical",  # its name in MaxText's rules
     "inputs",  # parameter, optimizer state or data
+    "repeats",  # layers: blocks matched by their dataflow
+    "blocks",  # layers: blocks side by side
+    "unrolled",  # layers: blocks found from their ends
+    "layers",  # where the program repeats
+    "flow",  # values across bodies
+    "tensors",  # what each tensor is
+    "runs",  # equations taken together
+    "layer_tensors",  # each layer with its tensors
     "registry",  # names to passes
     "values",  # options: checked, frozen, written
     "plan",  # Plan, Pass; TOML
@@ -40,17 +50,20 @@ LAYERS = (
     "topologies",  # TPU slices and meshes
     "context",  # what a pass is told
     "layout",  # rules applied
+    "constraints",  # where they are said inside a program
     "hlo",  # the compiled module, read
     "hlo_trips",  # how often its loops turn
     "hlo_collectives",  # its collectives
     "hlo_costs",  # its bytes, flops, cycles
     "buffers",  # its memory
+    "donation",  # whether donated arguments were reused
     "aot_child",  # the process that compiles
     "aot",  # compile for a topology
     "placement",  # arrays onto a mesh
     "api",  # parallelize
     "targets",  # module:factory on the command line
     "check",  # the original against the rewritten
+    "arguments",  # the command line's arguments
     "cli",  # the command line
 )
 

@@ -1,6 +1,7 @@
 """The check finds what is wrong, excuses nothing but rounding, and says where it looked."""
 
 import dataclasses
+import json
 from typing import ClassVar
 
 import jax
@@ -86,7 +87,7 @@ def test_a_tensor_that_is_nothing_but_rounding_is_excused():
     tokens = jax.ShapeDtypeStruct((8, 6), jnp.int32)
     result = check(step, (params, tokens), PLAN, steps=1)
     assert result.ok and result.excused >= 1
-    assert "no better determined" in str(result)
+    assert "itself moves as far" in str(result)
 
 
 def test_what_is_not_finite_must_agree():
@@ -99,3 +100,28 @@ def test_what_is_not_finite_must_agree():
 def test_a_plan_for_other_devices_says_what_would_fit():
     with pytest.raises(PlanError, match="8"):
         check(*targets.loss(), plans.fsdp(16))
+
+
+def test_a_comparison_of_nan_with_nan_says_so():
+    params = jnp.ones((8, 4))
+    result = check(lambda p: jnp.log(-p).sum(), (params,), PLAN)
+    assert result.not_finite == 1 and "NaN was compared with NaN" in str(result)
+    assert check(lambda p: jnp.log(p).sum(), (params,), PLAN).not_finite == 0
+
+
+def test_the_json_of_an_infinite_error_is_json():
+    result = dataclasses.replace(check(jnp.tanh, (jnp.ones((8, 4)),), PLAN), max_abs_error=float("inf"))
+    text = json.dumps(result.to_json(), allow_nan=False)
+    assert json.loads(text)["max_abs_error"] is None and json.loads(text)["ok"]
+
+
+def test_a_program_that_the_plan_does_not_touch_was_compared_with_itself():
+    untouched = check(lambda p: jnp.tanh(p), (jnp.ones((7, 3)),), PLAN)
+    assert (untouched.split, untouched.changed) == (0, 0) and "compared with itself" in str(untouched)
+    assert "nothing was compared" in str(check(lambda p: None, (jnp.ones(3),), PLAN))
+
+
+def test_arguments_beyond_this_machines_memory_are_refused_before_anything_runs():
+    huge = jax.ShapeDtypeStruct((1 << 30, 1 << 12), jnp.float32)
+    with pytest.raises(PlanError, match="check a smaller size of the model"):
+        check(jnp.sum, (huge,), PLAN)

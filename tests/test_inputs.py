@@ -43,6 +43,46 @@ def small_step(optimizer):
     return step, params, optimizer.init(params)
 
 
+OPTIMIZERS = {
+    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=4),
+    "lion": optax.lion(1e-3),
+    "nesterov": optax.sgd(0.1, momentum=0.9, nesterov=True),
+    "adam with bfloat16 means": optax.adam(1e-2, mu_dtype=jnp.bfloat16),
+    "average of updates": optax.chain(optax.adam(1e-2), optax.ema(0.9)),
+    "gradients summed over steps": optax.MultiSteps(optax.adam(1e-2), 2).gradient_transformation(),
+    "skipped when not finite": optax.apply_if_finite(optax.adam(1e-2), 3),
+    "lamb": optax.lamb(1e-3),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizers_state_is_its_own(optimizer):
+    step, params, state = small_step(OPTIMIZERS[optimizer])
+    for path, kind in kinds_of(step, params, state, jnp.zeros((3, 7), jnp.int32)).items():
+        assert kind == {"[0]": "parameter", "[1]": "optimizer", "[2]": "data"}[path[:3]], path
+
+
+def test_an_average_of_parameters_and_master_weights_are_the_optimizers():
+    step, params, state = small_step(optax.adam(1e-3))
+
+    def averaged(params, others, tokens):
+        half = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+        new, state = step(half, others["state"], tokens)
+        masters = jax.tree.map(lambda m, p: m + p.astype(jnp.float32), others["masters"], new)
+        mean = jax.tree.map(lambda e, p: 0.9 * e + 0.1 * p, others["mean"], masters)
+        return masters, {"state": state, "masters": masters, "mean": mean}
+
+    others = {"state": state, "masters": params, "mean": params}
+    found = kinds_of(averaged, params, others, jnp.zeros((3, 7), jnp.int32))
+    assert {kind for path, kind in found.items() if path.startswith("[1]")} == {"optimizer"}
+    assert {kind for path, kind in found.items() if path.startswith("[0]")} == {"parameter"}
+
+
+def test_without_activations_all_inputs_are_parameters():
+    found = kinds_of(lambda params: jax.tree.map(jnp.sin, params), {"w": jnp.ones((24, 5)), "b": jnp.ones(5)})
+    assert set(found.values()) == {"parameter"}
+
+
 def test_the_state_of_several_steps_in_one_scan_is_told_apart():
     step, params, state = small_step(optax.adam(1e-3))
 

@@ -7,6 +7,7 @@ from jax.sharding import PartitionSpec as P
 from xform import PlanError
 from xform.layout import Layout, alternatives, entry_axes, spec_axes
 from xform.logical import Named
+from xform.plans.rules import base_rules
 from xform.report import Report
 from xform.topologies import make_mesh
 
@@ -22,10 +23,30 @@ def dims(*pairs):
     return [Named(name, name or "x", size) for name, size in pairs]
 
 
-def test_the_first_rule_whose_axes_are_free_wins():
+def test_the_first_rule_whose_axes_are_free_wins_in_the_order_of_the_table():
     rules = layout({"x": ["a"], "y": [["a"], ["b"]]})
     assert rules.spec(dims(("x", 6), ("y", 8)), "")[0] == P("a", "b")
-    assert rules.spec(dims(("y", 8), ("x", 6)), "")[0] == P("a")
+    assert rules.spec(dims(("y", 8), ("x", 6)), "")[0] == P("b", "a")
+    assert rules.spec(dims(("y", 8)), "")[0] == P("a")
+
+
+def test_a_name_whose_axes_are_taken_says_so():
+    rules = layout({"x": ["a"], "y": ["a", "b"]})
+    assert rules.spec(dims(("y", 8), ("x", 6)), "") == (P(None, "a"), "y whole (a taken), x -> a")
+
+
+def test_maxtexts_second_rule_for_embed_is_for_where_mlp_has_fsdp_transpose():
+    rules = layout(base_rules(), {"fsdp": 4, "fsdp_transpose": 2})
+    assert rules.spec(dims(("embed", 24), ("mlp", 40)), "")[0] == P("fsdp", "fsdp_transpose")
+    assert rules.spec(dims(("mlp", 40), ("embed", 24)), "")[0] == P("fsdp_transpose", "fsdp")
+
+
+def test_a_place_is_looked_up_only_when_something_was_dropped():
+    rules = layout({"x": ["b"]})
+    rules.spec(dims(("x", 8)), lambda: 1 / 0)
+    for line in ("one", "two"):
+        rules.spec(dims(("x", 6)), lambda line=line: line)
+    assert [n.where for n in rules.report.of("dropped")] == ["one", "two"]
 
 
 def test_an_axis_the_mesh_lacks_or_has_at_size_one_counts_as_absent():

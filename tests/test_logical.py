@@ -55,7 +55,7 @@ def test_activations_are_told_apart_by_what_else_they_have():
     assert ("activation_batch", "activation_norm_length", "activation_embed") in seen
     assert ("activation_batch", "activation_length", "activation_mlp") in seen
     assert ("activation_embed_and_logits_batch", "activation_length", "activation_vocab") in seen
-    query = ("activation_batch", "activation_length", "activation_heads", "activation_kv_head_dim")
+    query = ("activation_kv_batch", "activation_length_attn", "activation_heads", "activation_kv_head_dim")
     assert query in seen
 
 

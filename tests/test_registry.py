@@ -8,7 +8,8 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
 
 import pytest
 
@@ -16,6 +17,7 @@ from xform import registry
 from xform.errors import PlanError
 
 CHECKOUT = pathlib.Path(__file__).parents[1]
+type Choice = Literal["one", "two"]
 THIRD_PARTY = pathlib.Path(__file__).parent / "third_party"
 
 
@@ -77,7 +79,7 @@ def test_every_option_of_a_builtin_pass_is_described() -> None:
 
 
 def test_an_unknown_name_is_answered_with_the_nearest_one() -> None:
-    with pytest.raises(PlanError, match=r"no pass 'shrad' \(did you mean 'shard'\?\); there is: shard"):
+    with pytest.raises(PlanError, match=r"no pass 'shrad' \(did you mean 'shard'\?\); there is: .*shard"):
         registry.find("shrad")
 
 
@@ -135,7 +137,7 @@ print(json.dumps({
         "only": ["sin"],
         "again": True,
         "same": True,
-        "notes": ["tally: did 1 equations"],
+        "notes": ["tally: 1 equations"],
         "flag": True,
         "options": [
             ["only", "tuple[str, ...]", "primitives to count; all where none is named."],
@@ -203,3 +205,12 @@ def test_a_name_that_no_plan_file_could_use_is_refused(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(PlanError, match=f"bringer 0.1 calls a pass '{name}': the name must be lower-case"):
         registry.find(name)
+
+
+def test_the_choices_of_an_option_are_shown_where_its_type_has_a_name() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Choosing:
+        choice: Choice = "one"
+        names: Sequence[str] = ()
+
+    assert [o.type for o in registry.options(Choosing)] == ["Literal['one', 'two']", "Sequence[str]"]

@@ -23,10 +23,10 @@ def test_notes_keep_their_order_and_are_found_by_kind():
     report.did("shard", "2 activations")
     assert report.of("did") == [Note("did", "shard", "4 parameters"), Note("did", "shard", "2 activations")]
     assert str(report).splitlines() == [
-        "shard: did 4 parameters",
+        "shard: 4 parameters",
         "shard: dropped axis tensor of mlp: 7 is not divisible by 4",
         "remat: promised offload: to the host",
-        "shard: did 2 activations",
+        "shard: 2 activations",
     ]
 
 

@@ -1,5 +1,7 @@
 """Targets are found or refused by name, and shapes become arrays that a program can run on."""
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,15 +27,49 @@ def test_options_arrive_as_python_values():
         ("no_colon", [], "write module:factory"),
         ("no_such_module:x", [], "there is no module 'no_such_module'"),
         (f"{HERE}:los", [], "no factory 'los'; did you mean loss"),
-        (f"{HERE}:loss", ["widht=3"], "widht"),
         (f"{HERE}:loss", ["width"], "write key=value"),
         (f"{HERE}:not_a_pair", [], "gave int; a factory returns"),
         ("xform.models.llama:loss", ["size=8t"], "no size '8t'; the sizes are"),
+        ("xform.models.llama:loss", ["siz=7b"], "-s siz=7b: no option 'siz' .did you mean 'size'.*length"),
+        ("xform.models.lama:loss", [], "no module 'xform.models.lama'; did you mean xform.models.llama?"),
+        ("tests/targets_for_tests.py:loss", [], "not its file: tests.targets_for_tests:loss"),
+        (":loss", [], "write module:factory"),
+        (f"{HERE}:loss", ["widht=3"], "no option 'widht' .did you mean 'width'"),
+        (f"{HERE}:needs", [], "needs the option width: -s width=VALUE"),
+        (
+            f"{HERE}:fails",
+            [],
+            "its factory failed: KeyError: 'no data set'\n  .*targets_for_tests.py:.* in fails",
+        ),
+        (f"{HERE}:exits", [], "its factory exits: no data"),
+        (f"{HERE}:not_an_array", [], r"the argument \[1\] is 'abc': arguments are arrays"),
+        (f"{HERE}:not_a_tuple", [], "args are a tuple, of one argument too"),
+        (f"{HERE}:too_few", [], "fn does not take the 1 arguments: missing a required argument: 'x'"),
     ],
 )
 def test_what_does_not_exist_is_named(target, options, says):
     with pytest.raises(PlanError, match=says):
         load(target, options)
+
+
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ("def f(:", "cannot be imported: SyntaxError"),
+        (
+            "import not_there",
+            "cannot be imported: ModuleNotFoundError: No module named 'not_there'\n.*:1 in <module>",
+        ),
+        ("raise SystemExit(3)", "importing broken exits: 3"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_told_with_its_own_line(tmp_path, monkeypatch, text, says):
+    (tmp_path / "broken.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "broken", raising=False)
+    with pytest.raises(PlanError, match=says):
+        load("broken:f")
 
 
 def materialized(fn, args):

@@ -22,11 +22,14 @@ from typing import Any
 import jax
 
 from xform import aot_child, buffers, hlo, hlo_costs
+from xform.donation import Donation, donation
 from xform.errors import PlanError
 from xform.topologies import ENVIRONMENT, Topology, prepare_environment
 
 POLL_SECONDS = 0.05
 PROGRESS_SECONDS = 5.0
+WORTH_NAMING = 1000  # buffers of at least this part of a device's memory are named
+SCOPES = 12  # parts of the model whose cycles are shown
 _SCHEDULED = "*.after_optimizations_after_buffer_assignment.txt"
 _BUFFERS = "*.after_optimizations-buffer-assignment.txt"
 _UNFINISHED = "stopped before code generation: its errors, cycles and peak memory stay unseen (see full)"
@@ -49,7 +52,7 @@ class Result:
     """What one compilation told; all figures are per device and call.
 
     `memory` is in bytes; `peak`, and `costs.cycles` with it, only where `full`. `hlo_text` is the scheduled
-    module.
+    module. `ideal_flops`: what the model needs of them, where that was given.
     """
 
     topology: Topology
@@ -59,10 +62,13 @@ class Result:
     costs: hlo_costs.Costs
     hlo_text: str
     full: bool
+    donation: Donation
+    ideal_flops: float | None = None
 
     @property
     def notes(self) -> list[str]:
-        return self.costs.notes + ([] if self.full else [_UNFINISHED])
+        donated = f"{self.donation}{_sized(self.memory['alias'], ' ({})')}"
+        return [donated, *self.costs.notes, *([] if self.full else [_UNFINISHED])]
 
     @property
     def cycles(self) -> int | None:
@@ -84,6 +90,7 @@ class Result:
             "cycles": self.cycles,
             "cycles_by_scope": dict(sorted(costs.scopes.items())) if self.full else None,
             "dot_flops": costs.flops,
+            "ideal_dot_flops": self.ideal_flops,
             "dot_flops_by_phase": dict(sorted(costs.dot_flops.items())),
             "kernels": [
                 {"name": name, "count": kernel.count, "claimed_flops": kernel.claimed_flops}
@@ -94,9 +101,9 @@ class Result:
             "full": self.full,
         }
 
-    def render(self, model_flops: float | None = None) -> str:
-        """The same for people. `model_flops`: what the model needs for one call, on all devices together."""
-        return "\n".join(_rendered(self, model_flops))
+    def render(self) -> str:
+        """The same for people."""
+        return "\n".join(_rendered(self))
 
 
 def compile_lowered(
@@ -107,11 +114,13 @@ def compile_lowered(
     full: bool = False,
     seconds: Mapping[str, float] | None = None,
     progress: Callable[[str], None] | None = None,
+    ideal_flops: float | None = None,
 ) -> Result:
     """Compile a program lowered for devices of `topology`: `jax.jit(...).lower(...)` with shardings on them.
 
     Stops before code generation unless `full`. `seconds` are those that were spent before (trace, rewrite,
-    lower), to be reported with this compilation's. `progress` is told, now and then, what is going on. Raises
+    lower), to be reported with this compilation's. `progress` is told, now and then, what is going on.
+    `ideal_flops`: what the model needs for one call, on all devices together (`xform.flops`). Raises
     OutOfDeviceMemory, CompilerError, and PlanError without libtpu.
     """
     prepare_environment()
@@ -124,7 +133,15 @@ def compile_lowered(
     axes = dict(mesh.shape)
     slices = [getattr(device, "slice_index", None) or 0 for device in mesh.devices.flat]
     result = Result(
-        topology, axes, dict(seconds or {}), memory, hlo_costs.costs(text, axes, slices), text, full
+        topology,
+        axes,
+        dict(seconds or {}),
+        memory,
+        hlo_costs.costs(text, axes, slices),
+        text,
+        full,
+        donation(lowered, text),
+        ideal_flops / mesh.size if ideal_flops else None,
     )
     result.seconds["compile"] = time.monotonic() - start
     return result
@@ -146,7 +163,8 @@ def _run_child(directory: Path, full: bool, progress: Callable[[str], None]) -> 
                 time.sleep(POLL_SECONDS)
                 if time.monotonic() - told > PROGRESS_SECONDS:
                     told = time.monotonic()
-                    stage = "compiling" if _found(directory, _BUFFERS) is None else "generating code"
+                    last = "generating code" if full else "writing out the schedule"
+                    stage = "compiling" if _found(directory, _BUFFERS) is None else last
                     progress(f"{stage}: {told - start:.0f} s")
         finally:
             child.kill()
@@ -196,7 +214,9 @@ def _first_lines(text: str, count: int = 12) -> str:
 
 def _out_of_memory(message: str, directory: Path, topology: Topology) -> OutOfDeviceMemory:
     """The compiler's message made into what takes the memory, and what could be done about it."""
-    lines = [f"out of device memory on {topology.name}: {_first_lines(message, 3)}"]
+    found = re.search(r"required for (.*?) \(([\d.]+\w)\w*\) exceeds available HBM \(([\d.]+\w)\)", message)
+    said = f"{found[1]} need {found[2]}iB, a device has {found[3]}iB" if found else _first_lines(message, 3)
+    lines = [f"out of device memory on {topology.name}: {said}"]
     assigned, printed = _found(directory, _BUFFERS), _found(directory, "*.after_optimizations.txt")
     largest: list[buffers.Buffer] = []
     help_: list[str] = []
@@ -205,44 +225,63 @@ def _out_of_memory(message: str, directory: Path, topology: Topology) -> OutOfDe
         largest = buffers.largest(text, hlo.parse(printed.read_text()) if printed else None)
         sizes = buffers.memory(text)
         lines.append(
-            f"a device holds {_gb(sizes['argument'])} of arguments, {_gb(sizes['temp'])} of temporaries:"
+            f"a device holds {_gb(sizes['argument'])} of arguments, {_gb(sizes['temp'])} of temporaries;"
+            " the largest are"
         )
-        lines += [f"  {buffer}" for buffer in largest]
+        lines += [f"  {buffer}" for buffer in largest if buffer.nbytes > topology.hbm / WORTH_NAMING]
         kept = sizes["argument"] + sizes["output"] - sizes["alias"]
         if sizes["temp"] > topology.hbm / 2:
-            help_ += ["a Remat policy that saves less", "a smaller batch a device, or Accumulate"]
+            help_ += ["computing more again in the backward pass (jax.checkpoint)"]
+            help_ += ["a smaller batch a device, or its gradients accumulated over parts of it"]
         if kept > topology.hbm / 2:
-            help_ += ["weights and optimizer state over more devices (Shard)"]
+            help_ += ["weights and optimizer state over more devices"]
         if sizes["output"] - sizes["alias"] > topology.hbm / 4:
-            help_ += ["donating the arguments that the outputs replace (donate_argnums)"]
+            help_ += ["donating the arguments that the outputs replace (--donate, donate_argnums)"]
     help_ += ["more devices on the mesh axes that shard these buffers", "devices with more memory"]
-    return OutOfDeviceMemory("\n".join([*lines, f"what would help: {'; '.join(help_)}"]), largest)
+    lines += ["what would help:", *(f"  {each}" for each in help_)]
+    return OutOfDeviceMemory("\n".join(lines), largest)
 
 
 # For people
 
 
-def _rendered(result: Result, model_flops: float | None) -> list[str]:
+def _rendered(result: Result) -> list[str]:
     costs, topology, memory = result.costs, result.topology, result.memory
     mesh = " x ".join(f"{axis} {size}" for axis, size in result.mesh.items())
     seconds = ", ".join(f"{key} {value:.1f}" for key, value in result.seconds.items())
     lines = [f"{topology}, mesh {mesh}; per device:", f"seconds    {seconds}"]
-    shown = ("argument", "output", "alias", "temp", "peak", "host_argument", "host_output", "host_temp")
+    shown = ("argument", "output", "alias", "temp", "host_argument", "host_output", "host_temp")
     parts = [f"{key.replace('_', ' ')} {_gb(size)}" for key in shown if (size := memory.get(key))]
-    lines.append(f"memory     {', '.join(parts)} (of {_gb(topology.hbm)})")
+    held = f"{'peak' if memory.get('peak') else 'in all'} {_gb(_held(memory))} of {_gb(topology.hbm)}"
+    lines.append(f"memory     {', '.join(parts)}; {held}")
     lines += _traffic_lines(costs)
-    lines += [_flops_line(result, model_flops)]
+    lines += [_flops_line(result)]
     if result.full:
-        lines.append(
-            f"cycles     {costs.cycles / 1e6:.1f} M estimated, {costs.cycles / topology.clock * 1e3:.2f} ms"
-        )
-        dearest = sorted(costs.scopes.items(), key=lambda item: -item[1])[:8]
-        lines += [f"           {cycles / max(costs.cycles, 1):6.1%} {scope}" for scope, cycles in dearest]
+        milliseconds = costs.cycles / topology.clock * 1e3
+        lines.append(f"cycles     {costs.cycles / 1e6:,.1f} M estimated, {milliseconds:,.2f} ms of compute")
+        lines += [f"           {share:6.1%} {scope}" for scope, share in _dearest(costs)]
     for way, traffic in sorted(costs.host.items()):
         lines.append(f"host       {way.replace('_', ' ')}: {traffic.count} copies, {_gb(traffic.wire_bytes)}")
     kernels = [f"{name} x{kernel.count}" for name, kernel in sorted(costs.kernels.items())]
     lines.append(f"kernels    {', '.join(kernels) or 'none'}")
     return lines + [f"note       {note}" for note in result.notes]
+
+
+def _held(memory: Mapping[str, int | None]) -> int:
+    """Bytes of device memory in all: the compiler's peak, else all arguments, results and temporaries."""
+    if peak := memory.get("peak"):
+        return peak
+    sizes = {key: memory[key] or 0 for key in ("argument", "output", "alias", "temp")}
+    return sizes["argument"] + sizes["output"] - sizes["alias"] + sizes["temp"]
+
+
+def _dearest(costs: hlo_costs.Costs) -> list[tuple[str, float]]:
+    """The parts of the model that take most cycles, with their shares; what is left in one line."""
+    ranked = sorted(costs.scopes.items(), key=lambda item: -item[1])
+    rows = [(scope or "(no name)", cycles / max(costs.cycles, 1)) for scope, cycles in ranked[:SCOPES]]
+    if rest := ranked[SCOPES:]:
+        rows.append((f"in {len(rest)} others", sum(c for _, c in rest) / max(costs.cycles, 1)))
+    return rows
 
 
 def _traffic_lines(costs: hlo_costs.Costs) -> list[str]:
@@ -252,7 +291,8 @@ def _traffic_lines(costs: hlo_costs.Costs) -> list[str]:
     for traffic in costs.collectives.values():
         total.merge(traffic)
     rows = [("all", "", total)]
-    rows += [("", kind, traffic) for kind, traffic in sorted(costs.collectives.items())]
+    if len(costs.axes) != 1:  # else the same lines follow for the one axis
+        rows += [("", kind, traffic) for kind, traffic in sorted(costs.collectives.items())]
     for axes, kinds in sorted(costs.axes.items()):
         rows += [(f"over {axes}", kind, traffic) for kind, traffic in sorted(kinds.items())]
     lines = []
@@ -265,15 +305,22 @@ def _traffic_lines(costs: hlo_costs.Costs) -> list[str]:
     return lines
 
 
-def _flops_line(result: Result, model_flops: float | None) -> str:
+def _flops_line(result: Result) -> str:
     flops = result.costs.flops
-    phases = ", ".join(f"{phase} {part / 1e12:.3g}" for phase, part in sorted(result.costs.dot_flops.items()))
+    scale, unit = next(((s, u) for s, u in ((1e12, "T"), (1e9, "G")) if flops >= s), (1e6, "M"))
+    phases = ", ".join(
+        f"{phase} {part / scale:.3g}" for phase, part in sorted(result.costs.dot_flops.items())
+    )
     milliseconds = flops / result.topology.peak_flops * 1e3
-    line = f"dots       {flops / 1e12:.4g} TFLOP ({phases or 'none'}), {milliseconds:.3g} ms at peak"
-    if model_flops and flops:
-        ideal = model_flops / result.topology.device_count
-        line += f"; the model needs {ideal / 1e12:.4g} TFLOP, {ideal / flops:.1%} of these"
+    line = f"dots       {flops / scale:.4g} {unit}FLOP ({phases or 'none'}), {milliseconds:.3g} ms at peak"
+    if result.ideal_flops and flops:
+        ideal = result.ideal_flops
+        line += f"; the model needs {ideal / scale:.4g} {unit}FLOP, {ideal / flops:.1%} of these"
     return line
+
+
+def _sized(nbytes: int | None, text: str) -> str:
+    return text.format(_gb(nbytes)) if nbytes else ""
 
 
 def _gb(nbytes: float) -> str:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,7 +19,7 @@ import numpy as np
 
 from xform.api import Parallelized, parallelize
 from xform.axes import find_axes
-from xform.errors import RewriteError
+from xform.errors import PlanError, RewriteError
 from xform.higher_order import equations
 from xform.plan import Plan
 from xform.roles import find_roles
@@ -44,6 +46,9 @@ a gradient that is nothing but rounding, which Adam then blows up to a full step
 another order amounts to: for sums of n terms, the square root of n units in the last place (Higham, Accuracy
 and Stability, 4.2)."""
 
+COPIES = 4
+"""Of the arguments, held at once: the original's, the rewritten program's, and the results of each."""
+
 NUDGES = 3
 """How many times the original is nudged; the largest move counts."""
 
@@ -54,7 +59,11 @@ class Result:
 
     first_difference: the first tensor beyond what is allowed, as `step 2: [0].params['w']`, or None. worst:
     the tensor with the largest relative error. excused: tensors beyond the tolerance but within CONDITIONING
-    times what the original moves them by itself when its arguments are nudged.
+    times what the original moves them by itself when its arguments are nudged. devices: how many the
+    rewritten program ran on. steps: how many calls. split: inputs that lie in parts on them. changed:
+    equations that the plan's passes added or took away; with none split and none changed, the original was
+    compared with itself. not_finite: tensors of the original in which something is NaN or infinite,
+    which agrees with the same in the other.
     """
 
     ok: bool
@@ -66,22 +75,54 @@ class Result:
     kind: str
     worst: str = ""
     excused: int = 0
+    devices: int = 1
+    steps: int = 1
+    split: int = 0
+    changed: int = 0
+    not_finite: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        """As the values of JSON, which has no infinity: an error that is infinite is None."""
+        data = dataclasses.asdict(self)
+        return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in data.items()}
 
     def __str__(self) -> str:
-        verdict = "agrees" if self.ok else f"DIFFERS, first at {self.first_difference}"
-        return (
-            f"{verdict}: {self.kind}, {self.compared} tensors compared; largest error"
-            f" {self.max_abs_error:.3g} absolute, {self.max_rel_error:.3g} of the tensor's largest value"
-            f" (at {self.worst}; allowed {self.tolerance:g})"
-            + (
-                f"; {self.excused} tensors are no better determined by the original itself"
-                if self.excused
-                else ""
-            )
+        excused = f", {self.excused} of {self.compared} tensors excused" if self.excused else ""
+        lines = [f"agrees{excused}" if self.ok else f"DIFFERS, first at {self.first_difference}{excused}"]
+        turns = f", {self.steps} steps" if self.steps > 1 else ""
+        lines.append(
+            f"compared   {self.compared} tensors ({self.kind}{turns}), on {_count(self.devices, 'device')} "
+            "against the original on one"
         )
+        lines.append(
+            f"plan       {_count(self.split, 'input')} in parts over the devices, "
+            f"{_count(self.changed, 'equation')} added or taken away"
+        )
+        if self.compared:
+            lines.append(
+                f"error      at most {self.max_rel_error:.3g} of a tensor's largest value, at {self.worst} "
+                f"(allowed {self.tolerance:g}); {self.max_abs_error:.3g} absolute"
+            )
+        if self.excused:
+            fewer = "; --steps 1 compares before steps multiply it" if self.steps > 1 else ""
+            lines.append(
+                f"excused    {_count(self.excused, 'tensor')} beyond what is allowed, where the original, "
+                f"nudged by rounding, itself moves as far{fewer}"
+            )
+        if self.not_finite:
+            lines.append(
+                f"note       {_count(self.not_finite, 'tensor')} of the original are not finite: NaN was "
+                "compared with NaN"
+            )
+        if not self.compared:
+            lines.append("note       the program returns nothing: nothing was compared")
+        elif not (self.split or self.changed):
+            lines.append("note       the plan left this program as it was: it was compared with itself")
+        return "\n".join(lines)
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def check(
@@ -93,34 +134,67 @@ def check(
     steps: int = 3,
     tolerance: float | None = None,
     seed: int = 0,
+    progress: Callable[[str], None] | None = None,
 ) -> Result:
     """Compares `fn(*args)` on one device with `parallelize(fn, plan)(*args)` on `devices` (default: all).
 
     args: arrays, or ShapeDtypeStructs, for which arrays are made (`xform.targets.materialize`). steps: how
     many times a training step is run. tolerance: relative to each tensor's largest value, and taken at
-    its word; by default that of the coarsest float type, with rounding excused (CONDITIONING).
+    its word; by default that of the coarsest float type, with rounding excused (CONDITIONING). `progress`
+    is told what is going on. Raises PlanError where the arguments would not fit into this machine's memory.
     """
+    tell = progress or (lambda line: None)
+    _check_memory(args)
     fn, kind = _comparable(fn, args)
     jaxpr = jax.make_jaxpr(fn)(*args)
     roles = find_roles(find_axes(jaxpr), plan.axes, [jax.tree_util.keystr(p) for p, _ in _flat(tuple(args))])
     args = materialize(tuple(args), jaxpr, roles, seed)
     allowed = tolerance if tolerance is not None else _tolerance(jaxpr)
     rewritten = parallelize(fn, plan, devices=devices)
+    tell("tracing and rewriting")
+    program = rewritten.trace(*args)
     here = jax.devices("cpu")[0] if devices is None else next(iter(devices))
     turns = steps if kind == "training step" else 1
     original = jax.jit(fn)
     compare = _Comparison(allowed)
+    tell(f"running the original on one device: {kind}")
     expected = list(_run(original, jax.device_put(args, here), turns))
+    tell(f"running the rewritten program on {rewritten.mesh.size} devices")
     for turn, (want, got) in enumerate(
         zip(expected, _run(rewritten, _placed(rewritten, tuple(args)), turns), strict=True)
     ):
         compare.trees(want, got, f"step {turn + 1}: " if kind == "training step" else "")
     if tolerance is None and compare.beyond():
+        tell(f"{len(compare.beyond())} tensors differ: is it rounding? nudging the original {NUDGES} times")
         for nudge in range(NUDGES):
             nudged = jax.device_put(_nudged(args, _longest_sum(jaxpr) ** 0.5, seed + nudge), here)
             for turn, (want, moved) in enumerate(zip(expected, _run(original, nudged, turns), strict=True)):
                 compare.conditioning(want, moved, f"step {turn + 1}: " if kind == "training step" else "")
-    return compare.result(kind)
+    return dataclasses.replace(
+        compare.result(kind),
+        devices=rewritten.mesh.size,
+        steps=turns,
+        split=sum(s is not None and not s.is_fully_replicated for s in program.in_shardings),
+        changed=sum(_changes(stage.before, stage.after) for stage in program.stages),
+    )
+
+
+def _changes(before: Jaxpr, after: Jaxpr) -> int:
+    """How many equations were added or taken away, told by what they are called."""
+    counts = Counter(eqn.primitive.name for eqn in equations(after))
+    counts.subtract(eqn.primitive.name for eqn in equations(before))
+    return sum(map(abs, counts.values()))
+
+
+def _check_memory(args: Sequence[Any]) -> None:
+    """Both programs run here, arguments and results at once: better a word than a machine that swaps."""
+    needed = COPIES * sum(math.prod(np.shape(x)) * jnp.result_type(x).itemsize for x in jax.tree.leaves(args))
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > there:
+        raise PlanError(
+            f"check runs both programs on this machine, which has {there / 1e9:.0f} GB of memory; their "
+            f"arguments and results alone take about {needed / 1e9:.0f} GB: check a smaller size of the model"
+        )
 
 
 def _run(step: Callable[..., Any], args: tuple[Any, ...], turns: int) -> Iterator[Any]:
@@ -215,6 +289,7 @@ class _Comparison:
         self.tolerance = tolerance
         self.errors: dict[str, tuple[float, float]] = {}
         self.moves: dict[str, float] = {}
+        self.not_finite = 0
 
     def trees(self, expected: Any, got: Any, prefix: str) -> None:
         if not _same_structure(expected, got):
@@ -225,6 +300,7 @@ class _Comparison:
         for (path, x), (_, y) in zip(_flat(expected), _flat(got), strict=True):
             name = prefix + (jax.tree_util.keystr(path) or "result")
             self.errors[name] = (_distance(x, y), _scale(x))
+            self.not_finite += x.dtype.kind in "fc" and not np.isfinite(x).all()
 
     def conditioning(self, expected: Any, moved: Any, prefix: str) -> None:
         for (path, x), (_, y) in zip(_flat(expected), _flat(moved), strict=True):
@@ -254,6 +330,7 @@ class _Comparison:
             kind,
             worst,
             excused,
+            not_finite=self.not_finite,
         )
 
 

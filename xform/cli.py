@@ -1,4 +1,4 @@
-"""The command line: the axes of a program, what a plan does to it, whether it is still right, what a TPU
+"""Rewrites JAX programs: the axes of a program, what a plan does to it, whether it is still right, what a TPU
 makes of it.
 
     xform axes    TARGET                              which dimensions are what
@@ -10,21 +10,33 @@ makes of it.
 
 TARGET is `module:factory`; `-s key=value` gives the factory's options. A plan is `--plan FILE.toml`, `--plan
 PRESET:SIZE`, or `--mesh fsdp=4,tensor=4` with any number of `--use pass:option=value`.
+
+Exit codes: 0 well, 1 the check differs, 2 the program, plan or options are at fault, 3 xform is.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
+import difflib
 import json
+import math
 import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from absl import app
-from absl.flags import argparse_flags
 
-from xform.errors import Decline, PlanError, RewriteError
+from xform import faults
+from xform.arguments import Layout, Parser, not_negative, whole_number, writable
+from xform.errors import PlanError
+
+Answer = tuple[str, int]
+"""What a command prints, and its exit code."""
 
 
 def main() -> None:
@@ -34,115 +46,148 @@ def main() -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that `finally` cleans up
+    options.color = sys.stdout.isatty()
     try:
-        return int(options.command(options) or 0)
-    except (PlanError, Decline) as error:
-        print(f"xform: {error}", file=sys.stderr)
-        return 2
-    except RewriteError as error:
-        print(f"xform: a fault of xform, not of your program or plan: {error}", file=sys.stderr)
-        return 3
+        with _users_output_on_stderr():
+            text, code = options.command(options)
+    except (Exception, KeyboardInterrupt) as error:
+        code, message = faults.told(error)
+        print(f"xform: {message}", file=sys.stderr)
+        return code
+    try:
+        print(text, flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    return code
+
+
+@contextlib.contextmanager
+def _users_output_on_stderr() -> Iterator[None]:
+    """What the user's program prints while it is traced and run goes to stderr; stdout is the command's."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse_flags.ArgumentParser(
-        prog="xform", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = Parser(prog="xform", description=__doc__, formatter_class=Layout)
+    commands = parser.add_subparsers(
+        required=True, metavar="COMMAND", help="one of these; xform COMMAND --help says more"
     )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def command(name: str, run: Callable[[argparse.Namespace], Any], text: str, target: bool = True) -> Any:
-        sub = commands.add_parser(name, help=text, description=text)
+    def command(name: str, run: Callable[[argparse.Namespace], Answer], text: str, *shared: Any) -> Any:
+        sub = commands.add_parser(name, description=text, formatter_class=Layout)
         sub.set_defaults(command=run)
-        if target:
-            sub.add_argument("target", metavar="TARGET", help="module:factory, which returns (fn, args)")
-            sub.add_argument("-s", dest="settings", action="append", default=[], metavar="key=value")
+        for add in shared:
+            add(sub)
         return sub
 
-    def with_plan(sub: Any, devices: bool = True) -> Any:
-        sub.add_argument("--plan", help="a TOML file, or a preset with its sizes: fsdp:16")
-        sub.add_argument(
-            "--mesh", default="", help="axes and sizes: fsdp=4,tensor=4; dcn.data=2 between slices"
-        )
-        sub.add_argument(
-            "--use", action="append", default=[], help="a pass with options: remat:policy=minimal"
-        )
-        if devices:
-            sub.add_argument(
-                "--devices", type=int, help="virtual CPU devices (default: as many as the mesh says, or 8)"
-            )
-        return sub
+    command("axes", axes, "Print which dimensions are the same axis, and what each is.", _target, _json)
 
-    sub = command("axes", axes, "Print which dimensions are the same axis, and what each is.")
-    sub.add_argument("--json", action="store_true")
+    sub = command("explain", explain, "Say why a tensor is laid out as it is.", _target, _planned, _devices)
+    sub.add_argument("path", metavar="PATH", help="an input's path, or a part of one: \"['mlp']['up']\"")
 
-    sub = with_plan(command("explain", explain, "Say why a tensor is laid out as it is."))
-    sub.add_argument("path", metavar="PATH", help="an input's path, or the end of one: ['mlp']['wi']")
-
-    sub = with_plan(command("dump", dump, "Print the program before and after the passes."))
+    sub = command("dump", dump, "Print the program before and after the passes.", _target, _planned, _devices)
     sub.add_argument("--pass", dest="only", metavar="NAME", help="only this pass")
     which = sub.add_mutually_exclusive_group()
-    which.add_argument("--before", dest="which", action="store_const", const="before")
-    which.add_argument("--after", dest="which", action="store_const", const="after")
-    which.add_argument("--diff", dest="which", action="store_const", const="diff", help="the default")
+    for name, text in (
+        ("before", "the program each pass was given"),
+        ("after", "what it made of it"),
+        ("diff", "what it changed, renamed variables left out (the default)"),
+    ):
+        which.add_argument(f"--{name}", dest="which", action="store_const", const=name, help=text)
     sub.add_argument("--stablehlo", action="store_true", help="the lowered program instead of the jaxpr")
-    sub.add_argument("--html", metavar="FILE", help="write a page that shows it all")
+    sub.add_argument("--html", metavar="FILE", type=writable, help="write a page that shows it all")
 
-    sub = with_plan(command("check", check, "Compare the rewritten program with the original."))
-    sub.add_argument("--steps", type=int, default=3, help="training steps to run")
-    sub.add_argument("--tolerance", type=float, help="relative to each tensor's largest value")
-    sub.add_argument("--json", action="store_true")
+    text = "Compare the rewritten program with the original."
+    sub = command("check", check, text, _target, _planned, _devices, _json)
+    add = sub.add_argument
+    add("--steps", type=whole_number, default=3, metavar="N", help="training steps to run (default: 3)")
+    text = "largest error, relative to each tensor's largest value (default: by the program's float types)"
+    add("--tolerance", type=not_negative, metavar="X", help=text)
 
-    sub = with_plan(command("aot", aot, "Compile for a TPU topology and report."), devices=False)
-    sub.add_argument("--topology", required=True, help="v5e-16, v5p-128, v5p:4x4x4, 2xv5e-256 ...")
-    sub.add_argument(
-        "--full", action="store_true", help="compile to the end: peak memory and estimated cycles too"
-    )
-    sub.add_argument("--donate", default="auto", help="arguments whose memory is reused: auto, none, or 0,2")
-    sub.add_argument("--save-hlo", metavar="FILE", help="write the scheduled module")
-    sub.add_argument("--json", action="store_true")
+    add = command("aot", aot, "Compile for a TPU and report.", _target, _planned, _json).add_argument
+    add("--topology", required=True, metavar="NAME", help="v5e-16, v5p-128, v5p:4x4x4, 2xv5e-256 ...")
+    add("--full", action="store_true", help="compile to the end: peak memory and estimated cycles too")
+    text = "arguments whose memory the results may take: auto (a training step's state), none, or 0,2"
+    add("--donate", default="auto", metavar="WHICH", help=text)
+    add("--save-hlo", metavar="FILE", type=writable, help="write the scheduled module")
 
-    sub = command("passes", passes, "Print every pass with its options and their defaults.", target=False)
-    sub.add_argument("--json", action="store_true")
+    command("passes", passes, "Print every pass with its options and their defaults.", _json)
     return parser.parse_args(argv[1:])
+
+
+def _target(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("target", metavar="TARGET", help="module:factory, which returns (fn, args)")
+    text = "an option of the factory; any number of them"
+    sub.add_argument("-s", dest="settings", action="append", default=[], metavar="KEY=VALUE", help=text)
+
+
+def _planned(sub: argparse.ArgumentParser) -> None:
+    add = sub.add_argument
+    add("--plan", metavar="PLAN", help="a TOML file, or a preset with its sizes: fsdp:16")
+    text = "axes and sizes in place of --plan: fsdp=4,tensor=4; dcn.data=2 between slices"
+    add("--mesh", metavar="AXIS=N", default="", help=text)
+    text = "with --mesh, a pass with options: shard:sequence_parallel=true (see xform passes)"
+    add("--use", metavar="PASS:OPTION=VALUE", action="append", default=[], help=text)
+
+
+def _devices(sub: argparse.ArgumentParser) -> None:
+    text = "virtual CPU devices (default: as many as the mesh says, or 8)"
+    sub.add_argument("--devices", type=whole_number, metavar="N", help=text)
+
+
+def _json(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--json", action="store_true", help="print JSON")
 
 
 # ---------------------------------------------------------------- commands
 
 
-def axes(options: argparse.Namespace) -> None:
+def axes(options: argparse.Namespace) -> Answer:
     import jax
 
     from xform import roles, targets
     from xform.axes import find_axes
+    from xform.printing import tree
+    from xform.printing.spell import type_text
 
     _virtual_devices(1)
     fn, args = targets.load(options.target, options.settings)
     jaxpr = jax.make_jaxpr(fn)(*args)
-    paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_flatten_with_path(args)[0]]
+    keys = [path for path, _ in jax.tree_util.tree_flatten_with_path(args)[0]]
+    paths = [jax.tree_util.keystr(path) for path in keys]
     if options.json:
-        print(json.dumps(roles.describe(jaxpr, paths), indent=1))
-        return
+        return json.dumps(roles.describe(jaxpr, paths), indent=1), faults.OK
     found = roles.find_roles(find_axes(jaxpr), None, paths)
-    rows = [("role", "size", "axes", "occurs in")]
-    for row in found.table(examples=2):
-        more = row.count - len(row.inputs)
-        examples = ", ".join(row.inputs) + (f" and {more} more" if more else "")
-        rows.append((row.role, str(row.size), str(row.axes), examples or row.where))
-    print(_columns(rows))
-    print()
-    shapes = {path: v.aval.str_short() for path, v in zip(paths, jaxpr.invars, strict=True)}
-    spelled = {p: " x ".join("·".join(d) or "1" for d in dims) or "-" for p, dims in found.inputs().items()}
-    print(_columns([(path, shapes[path], spelled[path]) for path in paths]))
-    for name, count in found.axes.unruled.items():
-        print(f"# no rule for {name} ({count}): it ties nothing")
+    rows: list[tuple[str, ...]] = [("role", "size", "axes", "occurs in")]
+    for row in found.table(examples=1):
+        more = f" and {row.count - 1} more" if row.count > 1 else ""
+        rows.append((row.role, str(row.size), str(row.axes), "".join(row.inputs) + more or row.where))
+    spelled = found.inputs()
+    leaves = [
+        ([str(key) for key in path], (type_text(v.aval), _dimensions(spelled[name])))
+        for path, name, v in zip(keys, paths, jaxpr.invars, strict=True)
+    ]
+    inputs: list[tuple[str, ...]] = [("input", "type", "its dimensions"), *tree.tree(leaves)]
+    unruled = [
+        f"# no rule for {name} ({count}): it ties nothing" for name, count in found.axes.unruled.items()
+    ]
+    return "\n".join([tree.columns(rows), "", tree.columns(inputs), *unruled]), faults.OK
 
 
-def explain(options: argparse.Namespace) -> None:
-    import difflib
+def _dimensions(roles: Sequence[Sequence[str]]) -> str:
+    return " x ".join("·".join(dim) or "1" for dim in roles) or "scalar"
 
+
+def explain(options: argparse.Namespace) -> Answer:
     step, args = _parallelized(options)
     program = step.trace(*args)
     paths = [leaf.path for leaf in program.inputs]
@@ -154,15 +199,17 @@ def explain(options: argparse.Namespace) -> None:
         )
     specs = dict(zip(paths, program.in_shardings, strict=True))
     leaves = {leaf.path: leaf for leaf in program.inputs}
+    lines = []
     for path in found:
         sharding = specs[path]
         spec = "no pass lays it out" if sharding is None else sharding.spec
-        print(f"{path}: {leaves[path].aval.str_short()} {spec}")
+        lines.append(f"{path}: {leaves[path].aval.str_short()} {spec}")
         if path in program.reasons:
-            print(f"  {program.reasons[path]}")
+            lines.append(f"  {program.reasons[path]}")
+    return "\n".join(lines), faults.OK
 
 
-def dump(options: argparse.Namespace) -> None:
+def dump(options: argparse.Namespace) -> Answer:
     from xform import printing
 
     step, args = _parallelized(options)
@@ -176,87 +223,99 @@ def dump(options: argparse.Namespace) -> None:
         chain = [("traced", stages[0].before), *((s.name, s.after) for s in stages)] if stages else []
         title = f"{options.target} under {options.plan or options.mesh}"
         page = printing.html(chain or [("traced", program.jaxpr)], notes=program.report.lines(), title=title)
-        with open(options.html, "w", encoding="utf-8") as file:
-            file.write(page)
-        print(f"wrote {options.html}")
-        return
+        _write("--html", options.html, page)
+        return f"wrote {options.html}", faults.OK
     if options.stablehlo:
         import jax
 
         after = step.lower(*args).as_text()
         before = jax.jit(step.__wrapped__).lower(*args).as_text()  # type: ignore[attr-defined]
-        print({"before": before, "after": after}.get(which) or printing.stablehlo_diff(before, after))
-        return
+        texts = {"before": before, "after": after}
+        return texts.get(which) or printing.stablehlo_diff(before, after), faults.OK
+    lines = []
     for stage in stages:
-        print(f"== {stage.name} ({which})")
+        lines.append(f"== {stage.name} ({which})")
         if which == "diff":
-            print(printing.diff_text(stage.before, stage.after, color=sys.stdout.isatty()))
+            lines.append(printing.diff_text(stage.before, stage.after, color=options.color))
         else:
-            print(printing.text(getattr(stage, which)))
+            lines.append(printing.text(getattr(stage, which)))
     if not stages:
-        print(printing.text(program.jaxpr))
-    for line in program.report.lines():
-        print(f"# {line}")
+        lines.append(printing.text(program.jaxpr))
+    return "\n".join([*lines, *(f"# {line}" for line in program.report.lines())]), faults.OK
 
 
-def check(options: argparse.Namespace) -> int:
+def check(options: argparse.Namespace) -> Answer:
     from xform import targets
     from xform.check import check as run
 
     plan = _plan(options)
     _virtual_devices(options.devices or _size(plan))
     fn, args = targets.load(options.target, options.settings)
-    result = run(fn, args, plan, steps=options.steps, tolerance=options.tolerance)
-    print(json.dumps(result.to_json(), indent=1) if options.json else result)
-    return 0 if result.ok else 1
+    result = run(fn, args, plan, steps=options.steps, tolerance=options.tolerance, progress=_progress)
+    text = json.dumps(result.to_json(), indent=1) if options.json else str(result)
+    return text, faults.OK if result.ok else faults.DIFFERS
 
 
-def aot(options: argparse.Namespace) -> None:
+def aot(options: argparse.Namespace) -> Answer:
     from xform import targets, topologies
-    from xform.aot import compile_lowered
+    from xform.aot import CompilerError, compile_lowered
     from xform.api import parallelize
+    from xform.donation import chosen
+    from xform.flops import product_flops
 
     topology = topologies.parse(options.topology)
     topologies.prepare_environment()
     plan = _plan(options)
-    progress = _progress(options)
-    progress(f"{options.target} for {topology}")
+    _progress(f"{options.target} for {topology}")
     fn, args = targets.load(options.target, options.settings)
-    donated = _donated(options.donate, fn, args)
+    donated = chosen(options.donate, fn, args)
     step = parallelize(fn, plan, devices=topology.devices(), donate_argnums=donated or None)
-    progress("tracing, rewriting and lowering")
+    _progress("tracing, rewriting and lowering")
     lowered = step.lower(*args)
-    result = compile_lowered(
-        lowered.lowered,
-        topology=topology,
-        mesh=step.mesh,
-        full=options.full,
-        seconds=lowered.seconds,
-        progress=progress,
-    )
-    notes = [*lowered.program.report.lines(), f"donated arguments: {', '.join(map(str, donated)) or 'none'}"]
+    try:
+        result = compile_lowered(
+            lowered.lowered,
+            topology=topology,
+            mesh=step.mesh,
+            full=options.full,
+            seconds=lowered.seconds,
+            progress=_progress,
+            ideal_flops=product_flops(lowered.program.original),
+        )
+    except CompilerError as error:
+        raise PlanError(f"the TPU compiler refuses the program: {error}") from error
+    notes = lowered.program.report.lines()
     if options.save_hlo:
-        with open(options.save_hlo, "w", encoding="utf-8") as file:
-            file.write(result.hlo_text)
+        _write("--save-hlo", options.save_hlo, result.hlo_text)
     if options.json:
         data = result.to_json()
-        print(json.dumps({**data, "notes": [*notes, *data["notes"]]}, indent=1))
-    else:
-        print(result.render())
-        print("\n".join(notes))
+        return json.dumps({**data, "notes": [*notes, *data["notes"]]}, indent=1), faults.OK
+    said = ["{:10} {}".format(*line.split(": ", 1)) for line in notes]
+    return "\n".join([result.render(), *said]), faults.OK
 
 
-def passes(options: argparse.Namespace) -> None:
+def passes(options: argparse.Namespace) -> Answer:
     from xform import registry
 
     found = {name: registry.find(name) for name in registry.names()}
     if options.json:
-        print(json.dumps({n: [o.to_json() for o in registry.options(c)] for n, c in found.items()}, indent=1))
-        return
-    for name, cls in found.items():
-        print(f"{name}: {(sys.modules[cls.__module__].__doc__ or cls.__doc__ or '').strip().splitlines()[0]}")
-        for option in registry.options(cls):
-            print(f"    {option}")
+        data = {name: [option.to_json() for option in registry.options(cls)] for name, cls in found.items()}
+        return json.dumps(data, indent=1), faults.OK
+    return "\n\n".join(_described(name, cls) for name, cls in found.items()), faults.OK
+
+
+def _described(name: str, cls: type[Any]) -> str:
+    """A pass for `xform passes`: what it does in its first sentence, then its options."""
+    from xform import registry
+
+    doc = " ".join((sys.modules[cls.__module__].__doc__ or cls.__doc__ or "").split("\n\n")[0].split())
+    lines = textwrap.wrap(f"{name} ({', '.join(cls.stages)}): {doc}", 100, subsequent_indent="    ")
+    for option in registry.options(cls):
+        default = "must be given" if option.default is dataclasses.MISSING else f"default: {option.default!r}"
+        head = f"  {option.name}: {option.type} ({default})"
+        lines += textwrap.wrap(head, 100, subsequent_indent=" " * 6)
+        lines += textwrap.wrap(option.doc, 96, initial_indent="    ", subsequent_indent="    ")
+    return "\n".join(lines)
 
 
 # ---------------------------------------------------------------- what the commands share
@@ -271,18 +330,20 @@ def _plan(options: argparse.Namespace) -> Any:
     if options.plan:
         if options.use:
             raise PlanError("--use goes with --mesh; a plan given by --plan has its own passes")
-        return plans.resolve(options.plan)
+        plan = plans.resolve(options.plan)
+        if not plan.passes:
+            _progress(f"--plan {options.plan} has no passes, such as [shard]: the program stays as it is")
+        return plan
     if not options.mesh:
         raise PlanError("no plan: give --plan FILE.toml, --plan fsdp:8, or --mesh fsdp=8")
     return Plan.from_flags(options.mesh, options.use)
 
 
 def _size(plan: Any) -> int:
-    """How many devices a plan's mesh takes; 8 when a size is left open."""
-    size = 1
-    for n in (*plan.mesh.values(), *plan.dcn.values()):
-        size *= n
-    return size if size > 0 else 8
+    """How many devices a plan's mesh takes; where a size is left open, 8 or the next number that fits."""
+    sizes = [*plan.mesh.values(), *plan.dcn.values()]
+    fixed = math.prod(n for n in sizes if n > 0)
+    return fixed if -1 not in sizes else fixed * -(-8 // fixed)
 
 
 def _virtual_devices(count: int) -> None:
@@ -302,42 +363,16 @@ def _parallelized(options: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
     return parallelize(fn, plan), args
 
 
-def _donated(option: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[int, ...]:
-    """The arguments to donate; auto: each whose next value is among the results, as a training step's
-    state.
-    """
-    import jax
-
-    if option == "none":
-        return ()
-    if option != "auto":
-        try:
-            return tuple(int(n) for n in option.split(","))
-        except ValueError:
-            raise PlanError(f"--donate {option}: auto, none, or numbers such as 0,2") from None
-
-    def types(tree: Any) -> Any:
-        return jax.tree.structure(tree), [
-            (x.shape, x.dtype) for x in jax.tree.leaves(tree) if hasattr(x, "shape")
-        ]
-
-    out = jax.eval_shape(fn, *args)
-    results = [types(o) for o in (out if isinstance(out, tuple) else (out,))] + [types(out)]
-    return tuple(i for i, a in enumerate(args) if jax.tree.leaves(a) and types(a) in results)
+def _write(flag: str, path: str, text: str) -> None:
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise PlanError(f"{flag} {path}: {error.strerror}") from error
 
 
-def _columns(rows: Sequence[Sequence[str]]) -> str:
-    """Rows as lines, in columns as wide as what stands in them."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def _progress(options: argparse.Namespace) -> Callable[[str], None]:
-    def show(text: str) -> None:
-        print(f"xform: {text}", file=sys.stderr, flush=True)
-
-    return show
+def _progress(text: str) -> None:
+    print(f"xform: {text}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

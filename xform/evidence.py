@@ -115,6 +115,7 @@ class Evidence:
         self.maxima: list[Maximum] = []
         self.scans: list[Scan] = []
         self.chosen: set[Factor] = set()  # a top_k picks along it
+        self.largest: set[Factor] = set()  # an argmax does
         self.indexed: list[Pick] = []  # dynamic slices of size 1
         self.compared: list[tuple[Scope, JaxprEqn]] = []  # eq of integers
         self._sources: dict[tuple[int, Var], Var | None] = {}
@@ -272,8 +273,10 @@ CHOOSES: dict[str, Callable[[dict[str, Any]], Sequence[int]]] = {
 }
 """Primitives that point into an axis, and which."""
 
-COMPUTES = frozenset((*CHOOSES, "dot_general", "sort", "random_bits", "reduce_sum"))
-"""Primitives whose integer results are no longer their operands' values."""
+COMPARES = frozenset(("eq", "ge", "gt", "le", "lt", "ne"))
+
+COMPUTES = frozenset((*CHOOSES, *COMPARES, "dot_general", "sort", "random_bits", "reduce_sum"))
+"""Primitives whose results are no longer their operands' values."""
 
 
 def union(sets: Iterable[Iterable[Factor]]) -> Factors:
@@ -350,6 +353,11 @@ def _maximum(e: Evidence, scope: Scope, index: int, eqn: JaxprEqn) -> None:
     e.maxima.append(Maximum(_picked(operand, axes), _others(operand, axes)))
 
 
+def _argmax(e: Evidence, scope: Scope, index: int, eqn: JaxprEqn) -> None:
+    _maximum(e, scope, index, eqn)
+    e.largest |= e.maxima[-1].reduced
+
+
 def _top_k(e: Evidence, scope: Scope, index: int, eqn: JaxprEqn) -> None:
     operand = scope[eqn.invars[0]]
     e.chosen |= factors(operand[axis] for axis in CHOOSES[eqn.primitive.name](eqn.params))
@@ -380,7 +388,7 @@ FACTS: dict[str, Fact] = {
     "gather": _gather,
     "dynamic_slice": _dynamic_slice,
     "reduce_max": _maximum,
-    "argmax": _maximum,
+    "argmax": _argmax,
     "top_k": _top_k,
     "approx_top_k": _top_k,
     "eq": _eq,

@@ -4,7 +4,8 @@ Told from the dataflow, never from names. Data has a batch axis, or is integers 
 what flows into an activation (anything with a batch axis) is a parameter. What meets only parameters and
 their gradients is the optimizer's: a moment, a count. Since the next parameters come of both, and the next
 step or an evaluation may use them in the same program, the flow is not followed through anything that was
-computed from a gradient. In a loss or a forward pass there is no optimizer state.
+computed from a gradient. In a loss or a forward pass there is no optimizer state, and in a program without
+any activation every input is a parameter.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ Kind = Literal["parameter", "optimizer", "data"]
 def kinds(jaxpr: Jaxpr, roles: Roles) -> list[Kind]:
     """What each of the program's inputs (not its constants) is, in order."""
     root = roles.axes.root
+    if not any(roles.is_activation(scope, v) for scope in roles.axes.scopes for v in scope.raw):
+        return ["parameter"] * len(jaxpr.invars)
     reaching = _reaching(jaxpr, root, roles, set(), set())
     found: list[Kind] = []
     for var in jaxpr.invars:
@@ -41,20 +44,20 @@ def _reaching(
 
     from_gradient: inputs of the body that were; it grows by the variables inside.
     """
+    active = roles.is_activation
+    made: list[bool] = []  # whether an equation makes an activation
     for eqn in jaxpr.eqns:
-        if any(
-            isinstance(v, Var) and (v in from_gradient or roles.is_activation(scope, v)) for v in eqn.invars
-        ):
-            from_gradient.update(v for v in eqn.outvars if not roles.is_activation(scope, v))
+        makes = [active(scope, v) for v in eqn.outvars]
+        made.append(any(makes))
+        if any(type(v) is Var and (v in from_gradient or active(scope, v)) for v in eqn.invars):
+            from_gradient.update(v for v, a in zip(eqn.outvars, makes, strict=True) if not a)
     reaching = wanted - from_gradient
     for index in range(len(jaxpr.eqns) - 1, -1, -1):
         eqn = jaxpr.eqns[index]
         if bodies(eqn):
             reaching |= _through(eqn, index, scope, roles, reaching, from_gradient)
-        elif any(
-            roles.is_activation(scope, v) or (v in reaching and v not in from_gradient) for v in eqn.outvars
-        ):
-            reaching.update(v for v in eqn.invars if isinstance(v, Var))
+        elif made[index] or any(v in reaching and v not in from_gradient for v in eqn.outvars):
+            reaching.update(v for v in eqn.invars if type(v) is Var)
     return reaching
 
 

@@ -150,10 +150,14 @@ class Known:
             if self.uses and not all(self._is_weights(f) for f in features):
                 continue
             for queries, keys in ((dot.left, dot.right), (dot.right, dot.left)):
-                if keys & self.keys and keys <= self.keys:
+                if keys & self.keys and keys <= self.keys and self._is_softmaxed(queries, keys):
                     found.append((dot, queries))
                     break
         return found
+
+    def _is_softmaxed(self, queries: Factors, keys: Factors) -> bool:
+        """Whether a softmax along keys has these queries; a product that sends tokens to experts has none."""
+        return any(keys & along and queries <= maximum.rest for maximum, along in self.softmaxes)
 
     def _is_weights(self, f: Factor) -> bool:
         return f in self.weights or any(self._is_weights(g) for _, dim in f.parts for g in dim)

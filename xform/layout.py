@@ -1,14 +1,16 @@
 """Rules to layouts: which mesh axes each dimension of a value lies on, by its logical name.
 
-A name's rules are tried in order, and the first whose mesh axes are all free in that value wins; an axis that
-does not divide the dimension is dropped, and the report says so. The algorithm and the default rules are
-MaxText's.
+Names have their turn in the order of the table of rules, whatever the order of the dimensions, so that a
+value and its transpose lie alike. A name's rules are tried in order, and the first whose mesh axes are all
+free in that value wins; an axis that does not divide the dimension is dropped, and the report says so. The
+algorithm and the default rules are MaxText's (flax.linen.logical_to_mesh_axes).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jax.sharding import Mesh, PartitionSpec
@@ -18,6 +20,17 @@ from xform.logical import Named
 from xform.report import Report
 
 Alternatives = list[tuple[str, ...]]
+Where = str | Callable[[], str]
+"""What the report calls a place: text, or how to make it, since looking up a source line takes time."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    """A layout, the reason for it, and what was dropped and why."""
+
+    spec: PartitionSpec
+    why: str
+    dropped: list[tuple[str, str]]
 
 
 class Layout:
@@ -36,6 +49,8 @@ class Layout:
         self._met: set[str] = set()
         self._used: set[str] = set()
         self._spread: dict[frozenset[str], str | None] = {}
+        self._found: dict[tuple[tuple[Named, ...], bool], _Found] = {}
+        self._turn = {name: i for i, name in enumerate(self.rules)}
         for name, alternatives in given.items():
             for axis in dict.fromkeys(a for axes in alternatives for a in axes):
                 self.check_axis(f"the rule {name!r}", axis)
@@ -48,50 +63,69 @@ class Layout:
                 f" {', '.join(self.sizes) or 'no axes'}. Add the axis to [mesh], or take it out of the rule"
             )
 
-    def spec(self, dims: Sequence[Named], where: str, partial: bool = False) -> tuple[PartitionSpec, str]:
+    def spec(self, dims: Sequence[Named], where: Where, partial: bool = False) -> tuple[PartitionSpec, str]:
         """The layout of a value with these dimensions, and the reason in words.
 
         partial: leave to the partitioner (instead of whole) what no rule can speak of: dimensions whose role
-        is not told, and those that the axes of their rule do not divide.
+        is not told, and those that the axes of their rule do not divide. where: for the report.
         """
+        key = (tuple(dims), partial)
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = self._spec(dims, partial)
+        for what, why in found.dropped:
+            self.report.dropped("shard", what, why, where if isinstance(where, str) else where())
+        return found.spec, found.why
+
+    def _spec(self, dims: Sequence[Named], partial: bool) -> _Found:
+        entries: list[Any] = [None] * len(dims)
+        why: list[str] = [""] * len(dims)
+        dropped: list[tuple[str, str]] = []
         used: set[str] = set()
-        entries: list[Any] = []
-        why = []
-        for dim in dims:
+        for i in sorted(range(len(dims)), key=lambda i: self._turn.get(dims[i].name or "", len(self._turn))):
+            dim = dims[i]
             open_entry = PartitionSpec.UNCONSTRAINED if partial and dim.size > 1 else None
             if dim.name is None:
-                entries.append(open_entry)
-                if dim.size > 1:
-                    why.append(f"{dim.role} has no rule")
+                entries[i] = open_entry
+                why[i] = f"{dim.role} has no rule" if dim.size > 1 else ""
                 continue
             self._met.add(dim.name)
-            axes, dropped = self._axes_for(dim, used, where)
+            axes, odd, taken = self._axes_for(dim, used)
             used.update(axes)
-            entries.append(_entry(axes) if axes else open_entry if dropped else None)
-            said = f"{dim.name} -> {','.join(axes)}" if axes else f"{dim.name} whole"
-            why.append(said + (f" ({dim.size} does not divide by {dropped})" if dropped else ""))
+            entries[i] = _entry(axes) if axes else open_entry if odd else None
+            why[i] = f"{dim.name} -> {','.join(axes)}" if axes else f"{dim.name} whole"
+            if odd:
+                why[i] += f" ({dim.size} does not divide by {', '.join(odd)})"
+                dropped.append((f"{', '.join(odd)} for {dim.name}", f"{dim.size} does not divide"))
+            elif not axes:
+                why[i] += f" ({', '.join(taken)} taken)" if taken else self._why_whole(dim.name)
         self._used |= used
-        return _trimmed(entries), ", ".join(why) or "whole"
+        return _Found(_trimmed(entries), ", ".join(filter(None, why)) or "whole", dropped)
 
-    def _axes_for(self, dim: Named, used: set[str], where: str) -> tuple[tuple[str, ...], str]:
-        """The mesh axes of one dimension, and those of its rule that do not divide it."""
+    def _why_whole(self, name: str) -> str:
+        """Why a dimension of this name lies on no axis, though none is taken and all divide."""
+        if name not in self.rules:
+            return " (no rule)"
+        axes = ", ".join(dict.fromkeys(a for axes in self.rules[name] for a in axes))
+        return f" (no {axes} in the mesh)" if axes else " (by its rule)"
+
+    def _axes_for(self, dim: Named, used: set[str]) -> tuple[tuple[str, ...], list[str], list[str]]:
+        """The mesh axes of one dimension, those of its rule that do not divide it, and those another took."""
+        taken: list[str] = []
         for axes in self.rules.get(dim.name or "", []):
             present = [a for a in axes if self.sizes.get(a, 1) > 1]
+            taken += [a for a in present if a in used and a not in taken]
             if not present or any(a in used for a in present):
                 continue
             kept: list[str] = []
-            dropped: list[str] = []
+            odd: list[str] = []
             for axis in present:
                 if dim.size % math.prod(self.sizes[a] for a in (*kept, axis)) == 0:
                     kept.append(axis)
                 else:
-                    dropped.append(f"{axis}={self.sizes[axis]}")
-            if dropped:
-                self.report.dropped(
-                    "shard", f"{', '.join(dropped)} for {dim.name}", f"{dim.size} does not divide", where
-                )
-            return tuple(kept), ", ".join(dropped)
-        return (), ""
+                    odd.append(f"{axis}={self.sizes[axis]}")
+            return tuple(kept), odd, []
+        return (), [], taken
 
     def spread(
         self,
@@ -99,7 +133,7 @@ class Layout:
         dims: Sequence[Named],
         shape: Sequence[int],
         axes: Sequence[str],
-        where: str,
+        where: Where,
     ) -> tuple[PartitionSpec, str]:
         """`spec` with further mesh axes on one dimension that divides: embed, or else the first that is not
         layers and lies on no tensor axis.
@@ -132,7 +166,10 @@ class Layout:
                 self._used.update(free)
                 return _trimmed(entries), f", and {dim.name or dim.role} also -> {','.join(free)}"
         self.report.dropped(
-            "shard", ", ".join(free), f"no dimension of {tuple(shape)} divides by {ways}", where
+            "shard",
+            ", ".join(free),
+            f"no dimension of {tuple(shape)} divides by {ways}",
+            where if isinstance(where, str) else where(),
         )
         return spec, ""
 

@@ -3,7 +3,8 @@
 A weight's dimension has its role's name, refined by what else the weight has: the embed of a norm's scale is
 `norm`, of an attention projection `embed_attn`, of a table of the vocabulary `embed_vocab`, of an expert
 `embed_moe`. An activation's is `activation_` and its role, with `activation_norm_length` for the length of
-the residual stream. Source: MaxText 0.2.5, configs/base.yml and the layers that name their axes.
+the residual stream, `_attn` names beside heads and `_moe` names beside experts. Source: MaxText 0.2.5,
+configs/base.yml and the layers that name their axes.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ from xform.roles import Roles
 from xform.trace import Literal, Var
 
 LENGTHS = frozenset({"length", "kv_length"})
-DATA = LENGTHS | {"batch"}
+DATA = LENGTHS | {"batch", "microbatches"}
 """The roles of a batch of tokens."""
 
 HEADS = frozenset({"heads", "kv_heads", "q_group"})
+EXAMPLES = frozenset({"microbatches", "batch"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +63,7 @@ def logical_names(roles: Roles, scope: Scope, var: Var | Literal) -> list[Named]
         if not dim:
             found.append(Named(None, "", 1))
             continue
-        role, size = _heads(dim, parts) if dim[0] in HEADS else (dim[0], parts[0].size)
+        role, size = _together(dim, parts)
         if not roles.is_told(parts[0]) and not parts[0].sum:
             found.append(Named(None, role, size))
             continue
@@ -70,14 +72,20 @@ def logical_names(roles: Roles, scope: Scope, var: Var | Literal) -> list[Named]
     return found
 
 
-def _heads(dim: Sequence[str], parts: Sequence[Factor]) -> tuple[str, int]:
-    """kv_heads·q_group together are the query heads."""
+def _together(dim: Sequence[str], parts: Sequence[Factor]) -> tuple[str, int]:
+    """The role of a dimension's major factors, and how far they can be split together.
+
+    kv_heads·q_group are the query heads; microbatches·batch, which the program takes apart, are the examples.
+    """
     size, count = 1, 0
+    group = HEADS if dim[0] in HEADS else EXAMPLES if dim[0] in EXAMPLES and "batch" in dim else {dim[0]}
     for role, part in zip(dim, parts, strict=True):
-        if role not in HEADS:
+        if role not in group or (count and len(group) == 1):
             break
         size *= part.size
         count += 1
+    if group is EXAMPLES:
+        return "batch", size
     return ("heads" if count > 1 else dim[0]), size
 
 
@@ -101,14 +109,26 @@ def _of_weight(role: str, flat: set[str], alone: bool) -> str:
     return role
 
 
-def _of_activation(role: str, flat: set[str]) -> str:
+def _of_activation(role: str, flat: set[str]) -> str | None:
+    attention = bool(flat & HEADS)
+    routed = "experts" in flat and bool(flat & {"embed", "mlp"})  # sent to experts, not scores of them
     match role:
+        case "batch" | "length" | "embed" | "mlp" if routed:
+            return f"activation_{role}_moe"
+        case "experts":
+            return "activation_exp" if routed else None
+        case "length" if "experts" in flat:
+            return "activation_norm_length"
+        case "batch" if attention:
+            return "activation_kv_batch"
         case "batch" if "vocab" in flat or flat <= DATA:
             return "activation_embed_and_logits_batch"
-        case "length" if "embed" in flat or flat <= DATA:
+        case "length" if attention:
+            return "activation_length_attn"
+        case "length" | "kv_length" if "embed" in flat or flat <= DATA:
             return "activation_norm_length"
-        case "experts":
-            return "activation_exp"
+        case "kv_length" if not attention:
+            return "activation_length"  # of an encoder
         case "head_dim":
             return "activation_kv_head_dim"
     return f"activation_{role}"

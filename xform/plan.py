@@ -103,6 +103,9 @@ class Plan:
         try:
             mesh = _table(tables.pop("mesh", {}), "[mesh]")
             dcn = _table(mesh.pop("dcn", {}), "[mesh.dcn]")
+            inner = next((name for name, value in mesh.items() if isinstance(value, dict)), None)
+            if inner is not None:
+                raise PlanError(f"[mesh.{inner}]: the only table under [mesh] is [mesh.dcn], between slices")
             axes = _table(tables.pop("axes", {}), "[axes]")
             passes = [each for name, value in tables.items() for each in _passes_of(name, value)]
             return cls(mesh, passes, dcn, axes)

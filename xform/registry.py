@@ -23,6 +23,7 @@ from xform.errors import PlanError
 GROUP = "xform.passes"
 
 BUILTIN: dict[str, str] = {
+    "remat": "xform.passes.remat:Remat",
     "shard": "xform.passes.shard:Shard",
 }
 
@@ -106,9 +107,9 @@ def options(cls: type[Any]) -> list[Option]:
     An option's description is in the docstring of the class: a line `name: what it does`, and what
     follows it up to the next option or an empty line.
     """
-    docs = _field_docs(cls)
+    docs, types_ = _field_docs(cls), field_types(cls)
     return [
-        Option(field.name, type_text(field.type), default_of(field), docs.get(field.name, ""))
+        Option(field.name, type_text(types_[field.name]), default_of(field), docs.get(field.name, ""))
         for field in dataclasses.fields(cls)
         if field.init
     ]
@@ -134,6 +135,8 @@ def type_text(annotation: Any) -> str:
     """A type as a person writes it: `str | None`, `tuple[str, ...]`."""
     if isinstance(annotation, str):
         return annotation
+    if isinstance(annotation, typing.TypeAliasType):
+        return type_text(annotation.__value__)
     plain = isinstance(annotation, type) and not typing.get_args(annotation)
     return annotation.__name__ if plain else re.sub(r"\b(typing|collections\.abc)\.", "", str(annotation))
 

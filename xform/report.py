@@ -24,7 +24,7 @@ class Note:
     where: str = ""
 
     def __str__(self) -> str:
-        text = f"{self.pass_name}: {self.kind} {self.what}"
+        text = f"{self.pass_name}: " + ("" if self.kind == "did" else f"{self.kind} ") + self.what
         if self.why:
             text += f": {self.why}"
         if self.where:

@@ -206,15 +206,16 @@ def _attended(k: Known) -> Iterable[Factor]:
 
 def _experts(k: Known) -> Iterable[Factor]:
     """The groups of a ragged dot; what a router chooses among, or weighs where weights are stacked along
-    it.
+    it. The largest alone is a choice only where something is done with it: classes are counted as well.
     """
-    for dot in k.e.dots:
-        yield from dot.group
+    groups = union(dot.group for dot in k.e.dots)
+    yield from groups
     embed = k.having("embed")
     routers = union(use for _, use in k.uses if len(use) == 2 and (use & embed or not embed)) - embed
     stacked = union(use for _, use in k.uses if len(use) > 2)
     softmaxed = union(m.reduced for m in k.e.maxima)
-    experts = routers & (k.e.chosen | (softmaxed & stacked)) - frozenset(k.role)
+    largest = (f for f in k.e.largest if groups or any(k.choices(frozenset((f,)))))
+    experts = routers & (k.e.chosen | (softmaxed & stacked) | frozenset(largest)) - frozenset(k.role)
     yield from experts
     yield from union(k.choices(experts))
 

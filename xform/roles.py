@@ -25,6 +25,7 @@ from typing import Any
 from xform.axes import Axes, Dim, Factor, Scope, find_axes
 from xform.errors import PlanError
 from xform.evidence import Evidence
+from xform.factors import Shape
 from xform.known import Known
 from xform.role_rules import RULES
 from xform.trace import Jaxpr, JaxprEqn, Literal, Var, name_stack, shape_of, source_line
@@ -80,7 +81,8 @@ class Roles:
         self.paths = tuple(paths)
         self._named = dict(named)
         self._made: dict[Factor, str] | None = None
-        self._of: dict[tuple[Dim, ...], tuple[tuple[str, ...], ...]] = {}
+        self._of: dict[Shape, tuple[tuple[str, ...], ...]] = {}
+        self._active: dict[Shape, bool] = {}
         self.batch = frozenset(f for f, role in self._named.items() if role == "batch")
         self._data = self.batch or frozenset(
             f for f, r in self._named.items() if r in ("length", "kv_length")
@@ -101,17 +103,25 @@ class Roles:
 
     def of(self, scope: Scope, var: Var | Literal) -> tuple[tuple[str, ...], ...]:
         """For each dimension of a variable its roles, major to minor; () for a dimension of size 1."""
-        dims = scope[var]
-        found = self._of.get(dims)
+        shape = scope.raw_of(var)
+        found = self._of.get(shape)
         if found is None:
-            found = self._of[dims] = tuple(tuple(self.name(f) for f in dim) for dim in dims)
+            dims = self.axes.dims(shape)
+            found = self._of[shape] = tuple(tuple(self.name(f) for f in dim) for dim in dims)
         return found
 
     def is_activation(self, scope: Scope, var: Var | Literal) -> bool:
         """Whether a variable has an axis of the batch, or of the length in a program for a single example:
         data, activations and their gradients do. A parameter added to all positions has a length only.
         """
-        return any(f in self._data for dim in scope[var] for f in dim)
+        if isinstance(var, Literal):
+            return False
+        shape = scope.raw[var]
+        found = self._active.get(shape)
+        if found is None:
+            dims = self.axes.dims(shape)
+            found = self._active[shape] = any(f in self._data for dim in dims for f in dim)
+        return found
 
     def is_weight(self, scope: Scope, var: Var | Literal) -> bool:
         """Whether a variable is an array but no activation: a parameter, its gradient, its moments."""

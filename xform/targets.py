@@ -6,11 +6,18 @@ Also what stands in for arguments given as shapes when a program is to be run: `
 from __future__ import annotations
 
 import ast
+import dataclasses
 import difflib
+import functools
 import importlib
+import inspect
 import os
+import pkgutil
+import re
 import sys
-from collections.abc import Callable, Sequence
+import traceback
+import types
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,8 +25,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from xform.errors import PlanError
+from xform.faults import summary, users_lines
 from xform.higher_order import bodies, carries, operands
 from xform.inputs import kinds
+from xform.registry import unknown
 from xform.roles import Roles
 from xform.trace import Jaxpr, Literal, Var, shape_of
 
@@ -28,36 +37,66 @@ def load(target: str, options: Sequence[str] = ()) -> tuple[Callable[..., Any], 
     """The function and arguments of `module:factory` with options `key=value`.
 
     The current directory is searched as well. Raises PlanError, saying what there is, for a module, a factory
-    or an option that does not exist.
+    or an option that does not exist, for a factory that fails, and for what is no `(fn, args)` to be traced.
     """
     module_name, colon, name = target.partition(":")
-    if not colon or not name:
+    if not (colon and name and module_name) or module_name.startswith("."):
         raise PlanError(f"target {target!r}: write module:factory, such as xform.models.llama:train_step")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (module_name + ".").startswith(error.name + "."):
-            raise
-        raise PlanError(f"target {target!r}: there is no module {error.name!r}") from None
+    module = _module(target, module_name)
     factory = getattr(module, name, None)
     if not callable(factory):
-        names = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        names = [n for n, v in vars(module).items() if _is_factory(v, module_name) and not n.startswith("_")]
         near = difflib.get_close_matches(name, names, 3)
-        raise PlanError(
-            f"target {target!r}: {module_name} has no factory {name!r};"
-            f" did you mean {' or '.join(near or names[:8])}?"
-        )
+        guess = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(names) or 'none'}"
+        raise PlanError(f"target {target!r}: {module_name} has no factory {name!r}; {guess}")
     keywords = dict(_option(o) for o in options)
+    _check_options(target, factory, keywords)
     try:
         made = factory(**keywords)
-    except (TypeError, ValueError) as error:
-        raise PlanError(f"target {target!r} with {keywords}: {error}") from error
+    except SystemExit as error:
+        raise PlanError(f"target {target!r}: its factory exits: {error}") from error
+    except Exception as error:
+        given = "".join(f" -s {option}" for option in options)
+        raise PlanError(f"target {target}{given}: {_failure(error, keywords)}") from error
     if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0])):
         raise PlanError(f"target {target!r} gave {type(made).__name__}; a factory returns (fn, args)")
     fn, args = made
+    if not isinstance(args, tuple | list):
+        raise PlanError(
+            f"target {target!r}: args are a tuple, of one argument too: (fn, (x,)); not {type(args).__name__}"
+        )
+    _check_arguments(target, fn, args)
     return fn, tuple(args)
+
+
+def _module(target: str, name: str) -> types.ModuleType:
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        return importlib.import_module(name)
+    except SystemExit as error:
+        raise PlanError(f"target {target!r}: importing {name} exits: {error}") from error
+    except Exception as error:  # whatever a user's module raises
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is None or not f"{name}.".startswith(f"{missing}."):
+            lines = "".join(f"\n{line}" for line in users_lines(error))
+            raise PlanError(
+                f"target {target!r}: {name} cannot be imported: {summary(error)}{lines}"
+            ) from error
+    if os.sep in name or name.endswith(".py"):
+        dotted = name.removesuffix(".py").strip("./").replace(os.sep, ".")
+        raise PlanError(f"target {target!r}: name the module, not its file: {dotted}:{target.split(':')[1]}")
+    parent, _, last = name.rpartition(".")
+    beside = getattr(sys.modules.get(parent), "__path__", [os.getcwd()] if not parent else [])
+    near = difflib.get_close_matches(last, [each.name for each in pkgutil.iter_modules(beside)], 1)
+    guess = f"; did you mean {parent}{'.' if parent else ''}{near[0]}?" if near else ""
+    raise PlanError(f"target {target!r}: there is no module {missing!r}{guess}")
+
+
+def _is_factory(value: Any, module: str) -> bool:
+    """Whether a module means it as one: a function of its own, or made by functools.partial."""
+    own = isinstance(value, types.FunctionType) and value.__module__ == module
+    return own or isinstance(value, functools.partial)
 
 
 def _option(text: str) -> tuple[str, Any]:
@@ -70,6 +109,58 @@ def _option(text: str) -> tuple[str, Any]:
         return key, ast.literal_eval(value)
     except (ValueError, SyntaxError):
         return key, value
+
+
+def _check_options(target: str, factory: Callable[..., Any], keywords: Mapping[str, Any]) -> None:
+    """Names an option that the factory does not take, or one that it needs."""
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError):  # it has none that Python can tell
+        return
+    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    needed = [p.name for p in parameters if p.default is p.empty and p.name in named]
+    for key in keywords:
+        if key not in named and not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            raise unknown("option", key, named, f"target {target!r}")
+    for key in needed:
+        if key not in keywords:
+            raise PlanError(f"target {target!r}: it needs the option {key}: -s {key}=VALUE")
+
+
+def _failure(error: Exception, keywords: Mapping[str, Any]) -> str:
+    """What is said of an exception in a factory; of an option it hands on to a dataclass, which there are."""
+    found = re.fullmatch(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'.*", str(error))
+    if isinstance(error, TypeError) and found and found[2] in keywords:
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        for value in frame.f_globals.values():
+            cls = vars(value).get(found[1]) if isinstance(value, types.ModuleType) else value
+            if isinstance(cls, type) and cls.__name__ == found[1] and dataclasses.is_dataclass(cls):
+                return str(unknown("option", found[2], [field.name for field in dataclasses.fields(cls)]))
+    if type(error) is ValueError:
+        return str(error)  # the factory's own word on its options
+    return "\n".join([f"its factory failed: {summary(error)}", *users_lines(error)])
+
+
+def _check_arguments(target: str, fn: Callable[..., Any], args: Sequence[Any]) -> None:
+    """That `fn` takes as many, and that each of their leaves is something jax can trace."""
+    try:
+        inspect.signature(fn).bind(*args)
+    except TypeError as error:
+        raise PlanError(f"target {target!r}: fn does not take the {len(args)} arguments: {error}") from None
+    except ValueError:  # it has no signature that Python can tell
+        pass
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tuple(args))[0]:
+        try:
+            jax.typeof(leaf)
+        except TypeError:
+            raise PlanError(
+                f"target {target!r}: the argument {jax.tree_util.keystr(path)} is {_described(leaf)}: "
+                "arguments are arrays or ShapeDtypeStructs; let fn close over what is none"
+            ) from None
+
+
+def _described(leaf: Any) -> str:
+    return repr(leaf) if isinstance(leaf, str | bytes) else f"a {type(leaf).__name__}"
 
 
 # ---------------------------------------------------------------- arguments to run with

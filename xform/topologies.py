@@ -257,7 +257,7 @@ def prepare_environment() -> None:
     if importlib.util.find_spec("libtpu") is None and not os.path.isfile(
         os.environ.get("TPU_LIBRARY_PATH", "")
     ):
-        raise PlanError("compiling for a TPU needs libtpu, which is not installed: pip install 'xform[aot]'")
+        raise PlanError("compiling for a TPU needs libtpu, which is not installed: pip install libtpu")
     if "tpu" in (jax.config.jax_platforms or ""):
         return  # a TPU is attached, on which programs may run later: libtpu must find it as it is
     for key, value in ENVIRONMENT.items():
@@ -290,7 +290,8 @@ def make_mesh(
             )
     if slices > 1 and not outer:
         raise PlanError(
-            f"mesh: the devices are {slices} slices; say which axes cross them, e.g. dcn data={slices}"
+            f"mesh: the devices are {slices} slices; say which axes cross them: "
+            f"--mesh dcn.data={slices},..., or data = {slices} under [mesh.dcn]"
         )
     if len(listed) % slices:
         raise PlanError(f"mesh: {len(listed)} devices can't be cut into {slices} slices")

@@ -1,6 +1,6 @@
 """Counts the equations of a program, and changes nothing: the smallest pass a third party could write.
 
-a = mul x y    ->    a = mul x y        (and a note: tally: did 2 equations)
+a = mul x y    ->    a = mul x y        (and a note: tally: 2 equations)
 b = sin a            b = sin a
 """
 
