@@ -345,20 +345,21 @@ KEYS: dict[str, tuple[Callable, int]] = {
 
 @pytest.mark.parametrize("how", KEYS)
 @pytest.mark.parametrize("raw", [False, True])
-def test_keys_are_carried_or_each_layers_own(how: str, raw: bool) -> None:
+@pytest.mark.parametrize("layers", [2, 4])
+def test_keys_are_carried_or_each_layers_own(how: str, raw: bool, layers: int) -> None:
     make, carried = KEYS[how]
 
     def loss(params: Any, tokens: Any, labels: Any, key: Any) -> Any:
         x = params["table"][tokens]
         key = jax.random.key_data(key) if raw else key
-        for w, sub in zip(params["layers"], make(key, 4), strict=True):
+        for w, sub in zip(params["layers"], make(key, layers), strict=True):
             x = dropout(sub, layer(x, w))
         return picked(x @ params["table"].T, labels)
 
-    _, args = model(layer, 4)
+    _, args = model(layer, layers)
     key = jax.eval_shape(lambda: jax.random.key(0))
     (stack,) = check(loss, (*args, key))
-    assert stack.layers == 4 and weights(stack) == 7
+    assert stack.layers == layers and weights(stack) == 7
     assert len(stack.blocks[-1].carried) == carried
 
 

@@ -12,6 +12,7 @@ from xform import plans as plans  # noqa: E402  (after the path is complete)
 from xform.api import Lowered, Parallelized, Program, parallelize  # noqa: E402
 from xform.check import check  # noqa: E402
 from xform.errors import Decline, PlanError, RewriteError  # noqa: E402
+from xform.passes.remat import Remat  # noqa: E402
 from xform.passes.shard import Shard  # noqa: E402
 from xform.plan import Pass, Plan  # noqa: E402
 from xform.report import Report  # noqa: E402
@@ -24,6 +25,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "Program",
+    "Remat",
     "Report",
     "RewriteError",
     "Shard",

@@ -122,7 +122,7 @@ def _classified(
         outs = [view.eqns[i].outvars if i is not None else None for i in row]
         for k, v in enumerate(outs[0] or ()):
             images[v] = tuple(None if out is None else out[k] for out in outs)
-    known = {id(row[1]): row for row in carried}
+    known = {id(row[-1]): row for row in carried}
     results = []
     for taken in carried:
         made = images.get(taken[1])  # what the second block takes, the first has made
@@ -135,10 +135,8 @@ def _classified(
         ins = [view.eqns[i].invars for i in row if i is not None]
         for atoms in zip(*ins, strict=True):
             inside = images.get(atoms[0]) if isinstance(atoms[0], Var) else None
-            takes = known.get(id(atoms[1]))
-            if inside is not None and _starts(inside, atoms):
-                continue
-            if takes is not None and _starts(takes, atoms):
+            takes = known.get(id(atoms[-1])) if len(atoms) == len(row) else None
+            if any(each is not None and _starts(each, atoms) for each in (inside, takes)):
                 continue
             if all(view.same(atoms[0], b) for b in atoms[1:]):
                 if isinstance(atoms[0], Var):

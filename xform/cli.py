@@ -158,6 +158,7 @@ def axes(options: argparse.Namespace) -> Answer:
     from xform.axes import find_axes
     from xform.printing import tree
     from xform.printing.spell import type_text
+    from xform.tensors import describe_tensors, tensor_rows
 
     _virtual_devices(1)
     fn, args = targets.load(options.target, options.settings)
@@ -165,7 +166,8 @@ def axes(options: argparse.Namespace) -> Answer:
     keys = [path for path, _ in jax.tree_util.tree_flatten_with_path(args)[0]]
     paths = [jax.tree_util.keystr(path) for path in keys]
     if options.json:
-        return json.dumps(roles.describe(jaxpr, paths), indent=1), faults.OK
+        described = roles.describe(jaxpr, paths) | {"tensors": describe_tensors(fn, args)}
+        return json.dumps(described, indent=1), faults.OK
     found = roles.find_roles(find_axes(jaxpr), None, paths)
     rows: list[tuple[str, ...]] = [("role", "size", "axes", "occurs in")]
     for row in found.table(examples=1):
@@ -180,7 +182,9 @@ def axes(options: argparse.Namespace) -> Answer:
     unruled = [
         f"# no rule for {name} ({count}): it ties nothing" for name, count in found.axes.unruled.items()
     ]
-    return "\n".join([tree.columns(rows), "", tree.columns(inputs), *unruled]), faults.OK
+    tensors = tensor_rows(describe_tensors(fn, args))
+    tables = [rows, inputs, tensors] if len(tensors) > 1 else [rows, inputs]
+    return "\n\n".join(map(tree.columns, tables)) + "".join(f"\n{line}" for line in unruled), faults.OK
 
 
 def _dimensions(roles: Sequence[Sequence[str]]) -> str:

@@ -114,7 +114,8 @@ class Step:
 
     pairs: equation right -> left. carried: what right takes of left -> what left takes in its place. stops:
     (left, right) where the sides part. differences: where the types differ, and, once `part` has sorted them
-    out, where right depends on left. tails: equations of left that only prepare what right takes, with no match in right.
+    out, where right depends on left. tails: equations of left that only prepare what right takes, with no
+    match in right.
     """
 
     seeds: list[tuple[Atom, Var]]

@@ -26,6 +26,15 @@ TRIES = 64
 """How many earlier values are tried as the result of the block before: a layer has several made alike."""
 
 
+SAME_WEIGHTS = "blocks that are alike all read the same weights: there is nothing to stack"
+TOO_MANY = "what comes before repeats in too many ways: it was not searched for layers"
+
+FOLLOWED = 8
+"""How often, on average, an equation is matched before the search ends: a stack takes one or two, a long loop
+through time, unrolled, has no end of alignments that come to nothing.
+"""
+
+
 @dataclasses.dataclass(frozen=True)
 class Candidate:
     """Blocks that may be a stack: side by side, the steps they were found in, the step that went no
@@ -46,10 +55,11 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Miss:
-    """What is no stack, but nearly: two blocks that differ, or, if they do not, that share all weights."""
+    """What is no stack, but nearly: where two blocks differ, or why they are none though they do not."""
 
     step: Step
     difference: tuple[Atom, Atom] | None
+    why: str = ""
 
 
 class Kinds:
@@ -80,6 +90,7 @@ class Finder:
     def __init__(self, view: View, kinds: Kinds) -> None:
         self.view, self.kinds = view, kinds
         self.misses: dict[tuple[int, ...], Miss] = {}
+        self._matched = 0  # pairs of equations, in all chains
         self._start: dict[
             tuple[int, int], int
         ] = {}  # two equations matched before -> where their chain begins
@@ -94,6 +105,9 @@ class Finder:
     def run(self) -> Iterator[Candidate]:
         """The stacks, last first. Whoever takes one adds its equations to those taken."""
         for j, k in reversed(self._ends):
+            if self._matched > FOLLOWED * len(self.view.eqns):
+                self.misses[()] = Miss(Step([], {j: j}), None, TOO_MANY)
+                return
             if j not in self.view.taken:
                 best, near = self.ending(j, k)
                 while best is not None and (longer := self.before(best, k)) is not None:
@@ -149,6 +163,7 @@ class Finder:
         start = view.made_by(steps[-1].seeds[0][0]) or 0
         for each in steps:
             self._start.update(((i, j), start) for j, i in each.pairs.items())
+            self._matched += len(each.pairs)
         parts = [pair for each in steps for pair in each.stops if all(map(is_real, pair))]
         if parts and not any(all(map(self.kinds.is_matrix, pair)) for pair in parts):
             return None, start  # they differ in data: steps through time, microbatches
@@ -164,7 +179,9 @@ class Finder:
         if best is None or self.is_stack(best.rows, best.rows.own):
             return best, start
         if not best.rows.own and self.is_stack(best.rows, [(v,) for v in best.rows.shared]):
-            self.misses.setdefault(tuple(sorted(map(id, best.rows.shared))), Miss(best.steps[0], None))
+            self.misses.setdefault(
+                tuple(sorted(map(id, best.rows.shared))), Miss(best.steps[0], None, SAME_WEIGHTS)
+            )
         return None, start
 
     def turned(self, step: Step) -> Iterator[Step]:
