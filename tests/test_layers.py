@@ -528,9 +528,54 @@ def test_two_layers_of_which_one_is_wider_do_not_stack() -> None:
     _, stacks, (refusal,) = found(loss, (params, *rest))
     assert not stacks
     assert refusal.why == (
-        "[0]['layers'][1]['down'] is float32[28,12],"
-        " and [0]['layers'][0]['down'] of the block before float32[20,12]"
+        "[0]['layers'][1]['down'] is float32[28,12];"
+        " in the block before, [0]['layers'][0]['down'] is float32[20,12]"
     )
+
+
+def test_windows_inside_checkpoint_make_a_cycle_and_an_index_there_is_told() -> None:
+    def stack_of(windows: list[int]) -> Callable:
+        def apply(params: Any, x: Any) -> Any:
+            at = jnp.arange(7)
+
+            for w, window in zip(params["layers"], windows, strict=True):
+
+                @jax.checkpoint
+                def run(x: Any, w: Any, window: int = window) -> Any:
+                    return layer(x, w, at[:, None] - at[None, :] < window)
+
+                x = run(x, w)
+            return x
+
+        return apply
+
+    assert [(s.layers, s.period) for s in check(*model(stack_of([2, 5, 2, 5]), 4))] == [(4, 2)]
+    _, stacks, refusals = found(*model(stack_of([2, 3, 4]), 3))
+    assert not stacks and "`lt 4`" in refusals[0].why and "`lt 3`" in refusals[0].why
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_layers_with_other_rules_of_differentiation_do_not_stack(alike: bool) -> None:
+    def activation(backward: Callable) -> Callable:
+        act = jax.custom_vjp(lambda x: jnp.tanh(x))
+        act.defvjp(lambda x: (jnp.tanh(x), x), backward)
+        return act
+
+    def straight(x: Any, g: Any) -> Any:
+        return (g,)
+
+    def scaled(x: Any, g: Any) -> Any:
+        return (g * 2,)
+
+    acts = [activation(straight), activation(straight if alike else scaled)]
+
+    def apply(params: Any, x: Any) -> Any:
+        for w, act in zip(params["layers"], acts, strict=True):
+            x = layer(x, w, act=act)
+        return x
+
+    _, stacks, refusals = found(*model(apply, 2))
+    assert [s.layers for s in stacks] == ([2] if alike else []) and bool(refusals) != alike
 
 
 def test_the_same_weights_in_every_block_are_nothing_to_stack() -> None:
@@ -639,3 +684,59 @@ def test_blocks_say_the_same_thing_at_the_same_place() -> None:
         return [jaxpr.eqns[i].primitive.name for i in block.equations]
 
     assert names(stack.blocks[0]) == names(stack.blocks[1]) == names(stack.blocks[2])
+
+
+def random_layer(seed: int) -> Callable:
+    """A layer of random operations: (n, x, weights, shared) -> the next x, and another value."""
+
+    def run(n: int, x: Any, w: Any, shared: Any) -> tuple[Any, Any]:
+        rng, pool = np.random.default_rng(seed), [x, shared]
+        for _ in range(8):
+            a, b = (pool[rng.integers(len(pool))] for _ in range(2))
+            name = ("q", "k", "v")[rng.integers(3)]
+            made = (lambda a=a, b=b: a + b, lambda a=a, b=b: a * jnp.tanh(b), lambda a=a: 0.1 * n * a)
+            pool.append((*made, lambda a=a, name=name: a @ w[name])[rng.integers(4)]())
+        return norm(x + norm(x * pool[-1], w["scale"]) @ w["q"], w["norm"]), pool[-3]
+
+    return run
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_layers_run_as_the_first_one_does(seed: int) -> None:
+    run = random_layer(seed)
+
+    def apply(params: Any, x: Any) -> Any:
+        shared, collected = jnp.cos(x @ params["first"]), []
+        for n, w in enumerate(params["layers"], 1):
+            x, extra = run(n, x, w, shared)
+            collected.append(extra)
+        return x, collected
+
+    (stack,) = check(*model(apply, 4, first=MATRIX))
+    assert (stack.layers, stack.period) == (4, 1)
+
+
+def test_reversible_layers_carry_two_streams() -> None:
+    def apply(params: Any, x: Any) -> Any:
+        y = x @ params["final"][:, None] * x
+        for w in params["layers"]:
+            x = x + attend(norm(y, w["norm"]), w)
+            y = y + mlp(x, w)
+        return x * y
+
+    (stack,) = check(*model(apply, 4))
+    assert stack.layers == 4 and len(stack.blocks[0].carried) == 2
+
+
+@pytest.mark.parametrize("layers", [3, 4])
+def test_a_sum_over_layers_is_carried_not_what_is_summed(layers: int) -> None:
+    def apply(params: Any, x: Any) -> Any:
+        total = jnp.sin(x)
+        for w in params["layers"]:
+            hidden = attend(norm(x, w["norm"]), w)
+            x = x + mlp(x + hidden, w) * total
+            total = jnp.tanh(total + hidden)
+        return x + total
+
+    (stack,) = check(*model(apply, layers))
+    assert stack.layers == layers and len(stack.blocks[0].carried) == 2

@@ -92,7 +92,7 @@ def _equations(view: View, steps: Sequence[Step]) -> list[tuple[int | None, ...]
             row.append(found)
         if None in row:
             continue
-        last = after.get(i, _tail(view, i, after) if i in first.tails else None)
+        last = after.get(i, _tail(view, i, after, first) if i in first.tails else None)
         if last is not None:
             after[i] = last
         table.append((*row[::-1], last))
@@ -100,15 +100,28 @@ def _equations(view: View, steps: Sequence[Step]) -> list[tuple[int | None, ...]
     return table
 
 
-def _tail(view: View, i: int, after: dict[int, int]) -> int | None:
+def _tail(view: View, i: int, after: dict[int, int], step: Step) -> int | None:
     """The equation that does in the last block what i does in the one before, if it is there."""
-    (v,) = [v for v in view.eqns[i].invars if isinstance(v, Var)]
-    made = view.maker[v]
-    if made not in after:
-        return None
-    image = view.eqns[after[made]].outvars[view.eqns[made].outvars.index(v)]
-    users = [j for j in view.readers.get(image, ()) if j >= 0 and view.key[j] == view.key[i]]
-    return users[0] if len(users) == 1 else None
+    takes = {id(left): right for right, left in step.carried.items()}
+
+    def image(v: Atom) -> Atom:
+        if id(v) in takes:
+            return takes[id(v)]
+        made = view.made_by(v)
+        if isinstance(v, Literal) or made is None or made not in after:
+            return v
+        return view.eqns[after[made]].outvars[view.eqns[made].outvars.index(v)]
+
+    wanted = [image(v) for v in view.eqns[i].invars]
+    users = [
+        j
+        for v in wanted
+        if isinstance(v, Var)
+        for j in view.readers.get(v, ())
+        if j >= 0 and j != i and view.key[j] == view.key[i]
+        if all(view.same(a, b) for a, b in zip(view.eqns[j].invars, wanted, strict=True))
+    ]
+    return users[0] if len(set(users)) == 1 else None
 
 
 def _classified(
@@ -135,8 +148,8 @@ def _classified(
         ins = [view.eqns[i].invars for i in row if i is not None]
         for atoms in zip(*ins, strict=True):
             inside = images.get(atoms[0]) if isinstance(atoms[0], Var) else None
-            takes = known.get(id(atoms[-1])) if len(atoms) == len(row) else None
-            if any(each is not None and _starts(each, atoms) for each in (inside, takes)):
+            takes = [known.get(id(atoms[-1]))] if len(atoms) == len(row) else carried
+            if any(each is not None and _starts(each, atoms) for each in (inside, *takes)):
                 continue
             if all(view.same(atoms[0], b) for b in atoms[1:]):
                 if isinstance(atoms[0], Var):

@@ -19,10 +19,10 @@ from typing import Literal
 from xform.axes import Scope
 from xform.blocks import cycle, grown, merged, sublayers
 from xform.higher_order import bodies, scan_parts
-from xform.repeats import Keys, View
+from xform.repeats import Keys, View, alike
 from xform.rewrite import Path
 from xform.roles import Roles
-from xform.trace import Atom, Jaxpr, Var, source_line
+from xform.trace import Atom, Jaxpr, JaxprEqn, Var, source_line
 from xform.unrolled import Candidate, Finder, Kinds, Miss, meets
 
 TIME = frozenset({"batch", "microbatches", "length", "kv_length"})
@@ -154,19 +154,45 @@ class _Search:
         """How two blocks differ first."""
         where = source_line(view.eqns[max(miss.step.pairs)])
         if miss.difference is None:
+            return Refusal(where, miss.why)
+        a, b = miss.difference
+        one, other = view.made_by(a), view.made_by(b)
+        if not alike(a, b):
+            there, here = (f"{self.told(view, atom)} is {atom.aval.str_short()}" for atom in (b, a))
+            return Refusal(where, f"{there}; in the block before, {here}")
+        if one is None or other is None:
             return Refusal(
-                where, "blocks that are alike all read the same weights: there is nothing to stack"
+                where, f"{self.told(view, b)} stands where the block before has {self.told(view, a)}"
             )
-        (one, before), (other, after) = (self.told(view, atom) for atom in miss.difference)
-        if before != after:
-            return Refusal(where, f"{other} is {after}, and {one} of the block before {before}")
-        return Refusal(where, f"{other} stands where the block before has {one}")
+        inner = self.inside(view.eqns[one], view.eqns[other])
+        before, after = (written(eqn) for eqn in inner)
+        return Refusal(where, f"{after} stands where the block before has {before}")
 
-    def told(self, view: View, atom: Atom) -> tuple[str, str]:
-        """How a value is made, with the user's line, or which input it is; and its type."""
-        made, kind = view.made_by(atom), str(atom.aval)
+    def inside(self, one: JaxprEqn, other: JaxprEqn) -> tuple[JaxprEqn, JaxprEqn]:
+        """Of two equations that differ, or of what is in their bodies, the first two that do."""
+        if one.primitive is other.primitive:
+            for a, b in zip(bodies(one), bodies(other), strict=False):
+                for x, y in zip(a.eqns, b.eqns, strict=False):
+                    if self.keys.of(x) != self.keys.of(y) or literals(x) != literals(y):
+                        return self.inside(x, y)
+        return one, other
+
+    def told(self, view: View, atom: Atom) -> str:
+        """How a value is made, with the user's line; or which input it is."""
+        made = view.made_by(atom)
         if made is not None:
-            line = source_line(view.eqns[made])
-            return f"`{view.eqns[made].primitive.name}`" + (f" ({line})" if line else ""), kind
+            return written(view.eqns[made])
         names = zip(self.roles.axes.jaxpr.invars, self.roles.paths, strict=False)
-        return next((path for v, path in names if v is atom), "an input"), kind
+        return next(
+            (path for v, path in names if v is atom), "an input" if isinstance(atom, Var) else str(atom.val)
+        )
+
+
+def literals(eqn: JaxprEqn) -> list[str]:
+    """What an equation says of its operands in numbers."""
+    return [str(v.val) for v in eqn.invars if not isinstance(v, Var)]
+
+
+def written(eqn: JaxprEqn) -> str:
+    """An equation's operation, its literals and the user's line."""
+    return " ".join((f"`{' '.join((eqn.primitive.name, *literals(eqn)))}`", f"({source_line(eqn)})"))

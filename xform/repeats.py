@@ -46,7 +46,7 @@ class Keys:
 
     def of(self, eqn: JaxprEqn) -> int:
         inside = bodies(eqn)
-        silent = SILENT | {"name"} if inside else SILENT
+        silent = (SILENT | {"name"} if inside else SILENT) - {"bwd"}
         params = tuple((k, self._param(eqn, v)) for k, v in eqn.params.items() if k not in silent)
         split = tuple(map(len, eqn.params["ft_in"].unpack())) if eqn.primitive.name == "scan" else ()
         types = tuple(map(kind_of, eqn.outvars))
@@ -71,7 +71,7 @@ class View:
     """
 
     def __init__(self, jaxpr: Jaxpr, keys: Keys) -> None:
-        self.jaxpr, self.eqns = jaxpr, jaxpr.eqns
+        self.jaxpr, self.eqns, self.keys = jaxpr, jaxpr.eqns, keys
         self.maker = {v: i for i, e in enumerate(self.eqns) for v in e.outvars if not isinstance(v, DropVar)}
         self.live = self._live()
         self.key = [keys.of(e) if live else -1 for e, live in zip(self.eqns, self.live, strict=True)]
@@ -207,23 +207,37 @@ def part(view: View, step: Step) -> None:
 
 
 def settle(view: View, step: Step, main: Atom) -> None:
-    """Moves what only prepares a carried value, other than the main one, from the head of a block to the tail
-    of the block before: a key is carried, not the pair of keys that it is taken from.
+    """Moves what only prepares carried values, other than the main one, from the head of a block to the tail
+    of the block before, where that leaves no more to carry: a key, not the pair of keys it is taken from; a
+    running sum, not what is summed.
     """
-    for start in [w for w in step.carried if w is not main]:
-        w: Var = start
-        while True:
-            users = [j for j in view.readers.get(w, ()) if j in step.pairs]
-            f = view.eqns[users[0]] if len(users) == 1 else None
-            if f is None or len(f.outvars) != 1 or sum(isinstance(v, Var) for v in f.invars) != 1:
-                break
-            if math.prod(shape_of(f.outvars[0])) > math.prod(shape_of(w)) or f.outvars[0] is step.seeds[0][1]:
-                break
-            before = view.eqns[step.pairs.pop(users[0])].outvars[0]
-            del step.carried[w]
-            w = f.outvars[0]
-            step.carried[w] = before
-            step.tails.append(users[0])
+    moved = True
+    while moved:
+        moved = False
+        for j in sorted(step.pairs):
+            taken = list(dict.fromkeys(v for v in view.eqns[j].invars if isinstance(v, Var)))
+            if not taken or main in taken or not all(v in step.carried for v in taken):
+                continue
+            if _movable(view, step, j, taken):
+                out = view.eqns[j].outvars[0]
+                step.carried[out] = view.eqns[step.pairs.pop(j)].outvars[0]
+                for v in taken:
+                    del step.carried[v]
+                step.tails.append(j)
+                moved = True
+
+
+def _movable(view: View, step: Step, j: int, taken: list[Var]) -> bool:
+    """Whether equation j is all that a block does with these values, and its result no more to carry."""
+    outs = view.eqns[j].outvars
+    if len(outs) != 1 or outs[0] is step.seeds[0][1]:
+        return False
+    if any(sum(i in step.pairs for i in view.readers[v]) > 1 for v in taken):
+        return False
+    needed = {v for i in step.tails for v in view.eqns[i].invars if isinstance(v, Var)}
+    if any(isinstance(u := step.carried[v], Var) and u in needed for v in taken):
+        return False
+    return math.prod(shape_of(outs[0])) <= sum(math.prod(shape_of(v)) for v in taken)
 
 
 def chain(view: View, first: Step) -> tuple[list[Step], Step | None]:

@@ -8,7 +8,9 @@ block may begin anywhere in it: taken is what makes the most blocks, then what h
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -28,6 +30,9 @@ TRIES = 64
 
 SAME_WEIGHTS = "blocks that are alike all read the same weights: there is nothing to stack"
 TOO_MANY = "what comes before repeats in too many ways: it was not searched for layers"
+
+LATER = 8
+"""How many values after the end of a stack are tried as its end, that are made like what it carries."""
 
 FOLLOWED = 8
 """How often, on average, an equation is matched before the search ends: a stack takes one or two, a long loop
@@ -110,7 +115,7 @@ class Finder:
                 return
             if j not in self.view.taken:
                 best, near = self.ending(j, k)
-                while best is not None and (longer := self.before(best, k)) is not None:
+                while best is not None and (longer := self.longer(best)) is not None:
                     best = longer
                 if best is not None:
                     yield best
@@ -118,11 +123,21 @@ class Finder:
                 if near is not None:
                     self.miss(near)
 
-    def before(self, best: Candidate, k: int) -> Candidate | None:
-        """A longer stack that ends with the first block of this one: then that is its last layer."""
-        result = best.rows.results[0][0]
-        other, _ = self.ending(self.view.maker[result], k) if self.kinds.is_stream(result) else (None, None)
-        return other if other is not None and other.rows.covered > best.rows.covered else None
+    def longer(self, best: Candidate) -> Candidate | None:
+        """A longer stack that ends with the first block of this one, which then is its last layer; or one
+        layer later, in another of the values that are carried.
+        """
+        for row in best.rows.results:
+            if not self.kinds.is_stream(row[0]):
+                continue
+            k = next(k for k, v in enumerate(self.view.eqns[self.view.maker[row[0]]].outvars) if v is row[0])
+            ends = [self.view.maker[v] for v in row if v is not None]
+            later = (i for i in self._alike.get((self.view.key[ends[0]], k), ()) if i > ends[-1])
+            for j in (ends[0], *itertools.islice(later, LATER)):
+                other, _ = self.ending(j, k)
+                if other is not None and other.rows.covered > best.rows.covered:
+                    return other
+        return None
 
     def ending(self, j: int, k: int) -> tuple[Candidate | None, Step | None]:
         """The longest stack whose last block has result k of equation j; and the first near miss."""
@@ -142,7 +157,7 @@ class Finder:
                 candidate, limit = self.longest(step)
                 if candidate is not None and (best is None or candidate.rows.covered > best.rows.covered):
                     best = candidate
-        return best, None if best is not None else near
+        return best, None if best is not None else near or self.near_call(j)
 
     def step(self, a: Var, b: Var) -> Step | None:
         """Two blocks, if `a` is a result of the first that the second takes, b the second's own."""
@@ -216,6 +231,26 @@ class Finder:
                 block.add(at)
                 todo += [m for v in view.eqns[at].invars if (m := view.made_by(v)) is not None]
         return own and 2 * len(step.pairs) >= len(block)
+
+    def near_call(self, j: int) -> Step | None:
+        """A layer that is one call (remat, jit), and takes the result of another that is mostly the same."""
+        view, eqn = self.view, self.view.eqns[j]
+        for v in eqn.invars if bodies(eqn) else ():
+            i = view.made_by(v)
+            if i is None or not self.kinds.is_stream(v) or i in view.taken or view.key[i] == view.key[j]:
+                continue
+            before = view.eqns[i]
+            both = zip(bodies(before), bodies(eqn), strict=False)
+            if before.primitive is not eqn.primitive or len(before.outvars) != len(eqn.outvars):
+                continue
+            for one, other in both:
+                a, b = (Counter(map(view.keys.of, body.eqns)) for body in (one, other))
+                weights = any(map(self.kinds.is_matrix, eqn.invars))
+                if weights and 2 * (a & b).total() >= b.total() > 1:
+                    step = Step([(before.outvars[0], eqn.outvars[0])], {j: i})
+                    step.differences.append(step.seeds[0])
+                    return step
+        return None
 
     def miss(self, step: Step) -> None:
         """Notes a near miss, once for each difference: of several, that with the least to carry.
