@@ -29,13 +29,13 @@ from jax.extend.source_info_util import reset_name_stack
 from xform.context import Context
 from xform.errors import Decline, PlanError
 from xform.higher_order import RULES, enter, equations, hoist
-from xform.layer_tensors import Layer, find_layers, name_stacks
 from xform.layers import Refusal
 from xform.registry import unknown
 from xform.report import Report
 from xform.rewrite import Path, Rule, Site, rewrite
-from xform.runs import Change, replaced
 from xform.tensors import Place
+from xform.tensors.layers import Layer, find_layers, name_stacks
+from xform.tensors.runs import Change, replaced
 from xform.trace import Jaxpr, inline, source_line, trace_flat
 
 Emit = Callable[..., Sequence[Any]]

@@ -21,14 +21,14 @@ from typing import Any, ClassVar
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from xform.constraints import Places, spelled
 from xform.context import Context, Leaf
-from xform.inputs import Kind, kinds
-from xform.layout import Layout, alternatives, spec_axes
-from xform.logical import Named, logical_names
 from xform.plans.rules import MAXTEXT_RULES
 from xform.rewrite import Site, rewrite
 from xform.roles import Roles
+from xform.roles.inputs import Kind, kinds
+from xform.roles.logical import Named, logical_names
+from xform.sharding.constraints import Places, spelled
+from xform.sharding.layout import Layout, alternatives, spec_axes
 from xform.trace import Jaxpr, Literal, Var, shape_of
 
 SEQUENCE_PARALLEL = ("activation_norm_length", "activation_norm_length_moe")

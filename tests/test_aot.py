@@ -14,7 +14,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import NamedSharding, PartitionSpec
 
-from xform import aot, topologies
+from xform import topologies
+from xform.aot import compiling as aot
 
 LAYERS, EMBED, MLP, BATCH = 5, 256, 512, 64
 P = PartitionSpec

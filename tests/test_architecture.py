@@ -23,43 +23,20 @@ LAYERS = (
     "flops",  # the arithmetic a program asks for
     "rewrite",  # the engine
     "graph",  # a jaxpr as a graph
-    "printing",  # programs as text, diffs
-    "html",  # programs as a page
-    "factors",  # axes: dimensions as products, the union-find
-    "integers",  # axes: what integers index
-    "axis_rules",  # axes: what each primitive ties
+    "printing",  # programs as text, diffs, pages
     "axes",  # which dimensions are the same axis
-    "evidence",  # axes: what the dataflow shows of them
-    "known",  # axes: roles as they are told
-    "role_rules",  # axes: what that makes them
-    "roles",  # what each axis is
-    "logical",  # its name in MaxText's rules
-    "inputs",  # parameter, optimizer state or data
-    "repeats",  # layers: blocks matched by their dataflow
-    "blocks",  # layers: blocks side by side
-    "unrolled",  # layers: blocks found from their ends
+    "roles",  # what each axis is, and each input
     "layers",  # where the program repeats
-    "flow",  # values across bodies
     "tensors",  # what each tensor is
-    "runs",  # equations taken together
-    "layer_tensors",  # each layer with its tensors
     "registry",  # names to passes
     "values",  # options: checked, frozen, written
     "plan",  # Plan, Pass; TOML
     "plans",  # presets
     "topologies",  # TPU slices and meshes
     "context",  # what a pass is told
-    "layout",  # rules applied
-    "constraints",  # where they are said inside a program
+    "sharding",  # rules to layouts, constraints, arrays on a mesh
     "hlo",  # the compiled module, read
-    "hlo_trips",  # how often its loops turn
-    "hlo_collectives",  # its collectives
-    "hlo_costs",  # its bytes, flops, cycles
-    "buffers",  # its memory
-    "donation",  # whether donated arguments were reused
-    "aot_child",  # the process that compiles
     "aot",  # compile for a topology
-    "placement",  # arrays onto a mesh
     "api",  # parallelize
     "targets",  # module:factory on the command line
     "check",  # the original against the rewritten

@@ -1,6 +1,7 @@
 """XLA's buffer assignment read: sizes by kind and memory space, and the largest buffers with their names."""
 
-from xform import buffers, hlo
+from xform import hlo
+from xform.hlo import buffers
 
 TEXT = """BufferAssignment:
 allocation 0: size 512, page 0, thread-local:

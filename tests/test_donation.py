@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from xform.donation import Donation, chosen, donation
+from xform.aot.donation import Donation, chosen, donation
 from xform.errors import PlanError
 
 STATE = {"a": jnp.ones(3), "b": jnp.ones(5)}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from xform.axes import Dim, find_axes
-from xform.factors import Factors
+from xform.axes.factors import Factors
 
 
 def sizes(f: Factors, dim: tuple[int, ...]) -> list[int]:

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 
 from tests.layers import TOKENS, f, language_model
 from xform.axes import find_axes
-from xform.flow import Flow, dimensions_behind
 from xform.roles import find_roles
+from xform.tensors.flow import Flow, dimensions_behind
 
 
 def flow_of(fn: Callable, *args: Any) -> Flow:

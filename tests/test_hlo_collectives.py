@@ -2,7 +2,8 @@
 
 import pytest
 
-from xform import hlo, hlo_collectives
+from xform import hlo
+from xform.hlo import collectives as hlo_collectives
 
 MESH = hlo_collectives.Mesh({"fsdp": 2, "tensor": 4})
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from xform import hlo_costs
+from xform.hlo import costs as hlo_costs
 
 HEADER = "HloModule m, is_scheduled=true, num_partitions=4\n\n"
 

@@ -1,6 +1,7 @@
 """Trip counts of loops whose numbers come through tuples, copies, fusions and other loops."""
 
-from xform import hlo, hlo_trips
+from xform import hlo
+from xform.hlo import trips as hlo_trips
 
 COND = """%cond (c: (s32[], f32[3], s32[])) -> pred[] {
   %c = (s32[], f32[3], s32[]) parameter(0)

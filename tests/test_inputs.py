@@ -6,9 +6,9 @@ import optax
 import pytest
 
 from xform.axes import find_axes
-from xform.inputs import kinds
 from xform.models import llama
 from xform.roles import find_roles
+from xform.roles.inputs import kinds
 
 
 def kinds_of(fn, *args):

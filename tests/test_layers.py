@@ -12,9 +12,9 @@ import pytest
 from tests import public
 from tests.layers import f, i, picked, told
 from xform.layers import Block, Refusal, Stack, find_stacks
+from xform.layers.unrolled import is_real
 from xform.models import encoder_decoder, gpt2, llama
 from xform.trace import Jaxpr, Literal, Var, bind, shape_of
-from xform.unrolled import is_real
 
 ARRAY = (3, 7, 12)
 """The residual stream: batch, length, embed."""

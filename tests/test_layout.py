@@ -5,10 +5,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from xform import PlanError
-from xform.layout import Layout, alternatives, entry_axes, spec_axes
-from xform.logical import Named
 from xform.plans.rules import base_rules
 from xform.report import Report
+from xform.roles.logical import Named
+from xform.sharding.layout import Layout, alternatives, entry_axes, spec_axes
 from xform.topologies import make_mesh
 
 OPEN = P.UNCONSTRAINED

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 
 from xform.axes import find_axes
-from xform.logical import logical_names
 from xform.models import llama
 from xform.roles import find_roles
+from xform.roles.logical import logical_names
 
 
 def names_of(fn, args):

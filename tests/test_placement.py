@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from tests import targets_for_tests as targets
 from xform import Plan, Shard, parallelize
-from xform.placement import provisional
+from xform.sharding.placement import provisional
 
 FN, (PARAMS, TOKENS) = targets.step()
 PLAN = Plan({"fsdp": 4, "tensor": 2}, [Shard()])

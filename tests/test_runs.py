@@ -6,7 +6,7 @@ import pytest
 
 from xform import printing
 from xform.errors import Decline
-from xform.runs import gathered, replaced, taken_out
+from xform.tensors.runs import gathered, replaced, taken_out
 from xform.trace import Jaxpr, check_jaxpr, eval_jaxpr, inline
 
 X = jnp.array([1.0, 2.0, 5.0])

@@ -11,10 +11,10 @@ import pytest
 from tests.layers import TOKENS, attention, f, language_model
 from tests.public import PUBLIC
 from xform.axes import find_axes
-from xform.evidence import Evidence
 from xform.higher_order import bodies
 from xform.models import encoder_decoder, gpt2, llama
 from xform.roles import Roles, find_roles
+from xform.roles.evidence import Evidence
 from xform.tensors import PRODUCTS, Place, describe_tensors, name_tensors, tensor_rows
 from xform.trace import Jaxpr
 

@@ -24,9 +24,9 @@ from jax.sharding import Mesh, NamedSharding
 
 from xform.context import Context, Leaf
 from xform.errors import PlanError, RewriteError
-from xform.placement import dtype_of, provisional, put
 from xform.plan import Pass, Plan
 from xform.report import Report
+from xform.sharding.placement import dtype_of, provisional, put
 from xform.topologies import make_mesh
 from xform.trace import (
     Jaxpr,

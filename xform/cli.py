@@ -263,8 +263,8 @@ def check(options: argparse.Namespace) -> Answer:
 def aot(options: argparse.Namespace) -> Answer:
     from xform import targets, topologies
     from xform.aot import CompilerError, compile_lowered
+    from xform.aot.donation import chosen
     from xform.api import parallelize
-    from xform.donation import chosen
     from xform.flops import product_flops
 
     topology = topologies.parse(options.topology)

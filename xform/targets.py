@@ -27,9 +27,9 @@ import numpy as np
 from xform.errors import PlanError
 from xform.faults import summary, users_lines
 from xform.higher_order import bodies, carries, operands
-from xform.inputs import kinds
 from xform.registry import unknown
 from xform.roles import Roles
+from xform.roles.inputs import kinds
 from xform.trace import Jaxpr, Literal, Var, shape_of
 
 

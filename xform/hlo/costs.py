@@ -19,8 +19,10 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 
-from xform import hlo, hlo_collectives, hlo_trips
-from xform.hlo_collectives import OPCODES, base
+from xform.hlo import collectives as hlo_collectives
+from xform.hlo import module as hlo
+from xform.hlo import trips as hlo_trips
+from xform.hlo.collectives import OPCODES, base
 
 KERNEL = "tpu_custom_call"
 

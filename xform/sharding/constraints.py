@@ -22,9 +22,9 @@ from jax.sharding import PartitionSpec
 
 from xform.axes import Path, Scope
 from xform.higher_order import bodies, carries
-from xform.layout import Layout, spec_axes
-from xform.logical import LENGTHS, logical_names
 from xform.roles import Roles
+from xform.roles.logical import LENGTHS, logical_names
+from xform.sharding.layout import Layout, spec_axes
 from xform.trace import DropVar, JaxprEqn, Literal, Var, name_stack, shape_of, source_line
 
 PRODUCTS = frozenset({"dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"})

@@ -15,7 +15,7 @@ import re
 
 import numpy as np
 
-from xform import hlo
+from xform.hlo import module as hlo
 
 OPCODES = frozenset(
     ["all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute"]

@@ -1,4 +1,4 @@
-"""The process that compiles: `python -m xform.aot_child DIRECTORY`, started and ended by `xform.aot`.
+"""The process that compiles: `python -m xform.aot.child DIRECTORY`, started and ended by `xform.aot`.
 
 Code generation is nearly all of a compilation's time and tells nothing about memory or traffic, and XLA has
 no way to stop before it: so it compiles in a process of its own, which is ended when what was wanted is on

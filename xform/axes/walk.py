@@ -2,7 +2,7 @@
 
 Every dimension is a product of factors (`Dim`, major to minor). Operations tie factors: a dot what it
 contracts and batches, an elementwise operation dimension to dimension, a reshape by refining both sides, a
-scan its carry (`axis_rules` has one rule a primitive, `factors` the algebra). What is tied is one `Factor`.
+scan its carry (`rules` has one rule a primitive, `factors` the algebra). What is tied is one `Factor`.
 Two axes whose sizes merely agree are never tied, and a body called twice is analysed once for each call:
 factors are asked for in a `Scope`, which is a body at one call site.
 
@@ -18,10 +18,10 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from xform.axis_rules import ELEMENTWISE, RULES, fresh
-from xform.factors import Cut, Factors, Raw, Shape
+from xform.axes.factors import Cut, Factors, Raw, Shape
+from xform.axes.integers import INDEXED, component
+from xform.axes.rules import ELEMENTWISE, RULES, fresh
 from xform.higher_order import OPAQUE, bodies
-from xform.integers import INDEXED, component
 from xform.trace import Jaxpr, JaxprEqn, Literal, Var, shape_of
 
 Path = tuple[tuple[int, int], ...]

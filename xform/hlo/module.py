@@ -2,7 +2,7 @@
 
 `parse` takes the text XLA prints for a module, scheduled or not, and keeps of every instruction what can be
 asked of it: its opcode, operands, type and attributes. Both spellings of a tuple's element are understood,
-`get-tuple-element(%t), index=1` and the dumps' `%t#1`. How often loops run is in `hlo_trips`.
+`get-tuple-element(%t), index=1` and the dumps' `%t#1`. How often loops run is in `trips`.
 """
 
 from __future__ import annotations

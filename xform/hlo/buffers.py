@@ -11,7 +11,7 @@ import dataclasses
 import re
 from collections.abc import Iterator
 
-from xform import hlo
+from xform.hlo import module as hlo
 
 DEVICE, HOST = 0, hlo.HOST_SPACE
 

@@ -13,8 +13,8 @@ from xform.higher_order import bodies, equations
 from xform.layers import Block, Refusal, Stack, find_stacks
 from xform.rewrite import Path
 from xform.roles import Roles
-from xform.runs import taken_out
-from xform.tensors import Place, is_stream, name_tensors
+from xform.tensors.names import Place, is_stream, name_tensors
+from xform.tensors.runs import taken_out
 from xform.trace import Jaxpr, JaxprEqn, name_stack
 
 

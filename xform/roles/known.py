@@ -1,6 +1,6 @@
 """The evidence with what follows from it and from the roles told so far: data, weights, attention, tables.
 
-`Known` is what the rules of `role_rules` look at. Nothing in it is a decision: it sorts dots into those of an
+`Known` is what the rules of `rules` look at. Nothing in it is a decision: it sorts dots into those of an
 activation and a weight and those of two activations, finds the dots that make attention scores, and counts
 who has which axis. All of it follows from which axis is the batch, so that is told first."""
 
@@ -14,7 +14,19 @@ from typing import Any
 import numpy as np
 
 from xform.axes import Factor, Scope
-from xform.evidence import NONE, Conv, Dot, Evidence, Factors, Maximum, Pick, factors, inside, outside, union
+from xform.roles.evidence import (
+    NONE,
+    Conv,
+    Dot,
+    Evidence,
+    Factors,
+    Maximum,
+    Pick,
+    factors,
+    inside,
+    outside,
+    union,
+)
 from xform.trace import JaxprEqn, Literal, Var
 
 

@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
 from xform.axes import Factor
-from xform.evidence import Factors, Pick, Scan, factors, union
-from xform.known import Known
+from xform.roles.evidence import Factors, Pick, Scan, factors, union
+from xform.roles.known import Known
 
 # Rules, in the order of RULES
 

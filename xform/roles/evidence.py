@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from xform.axes import Axes, Dim, Factor, Scope
-from xform.axis_rules import ELEMENTWISE
+from xform.axes.rules import ELEMENTWISE
 from xform.trace import JaxprEqn, Literal, Var, shape_of
 
 Factors = frozenset[Factor]

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from xform.axes import Factor, Scope
-from xform.roles import Roles
+from xform.roles.naming import Roles
 from xform.trace import Literal, Var
 
 LENGTHS = frozenset({"length", "kv_length"})

@@ -16,8 +16,8 @@ from typing import Any
 from jax.sharding import Mesh, PartitionSpec
 
 from xform.errors import PlanError
-from xform.logical import Named
 from xform.report import Report
+from xform.roles.logical import Named
 
 Alternatives = list[tuple[str, ...]]
 Where = str | Callable[[], str]

@@ -13,7 +13,7 @@ import math
 import re
 from collections.abc import Callable
 
-from xform import hlo
+from xform.hlo import module as hlo
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Compiles a lowered program for a TPU topology, without a TPU, and reads what the compiler made of it.
 
-The real XLA:TPU compiler runs (libtpu), in a child process (`xform.aot_child`). By default it is ended as
+The real XLA:TPU compiler runs (libtpu), in a child process (`xform.aot.child`). By default it is ended as
 soon as the scheduled, buffer-assigned module is on disk: seconds, where code generation takes minutes.
 Traffic, arithmetic, trip counts and memory are those of a full compilation; what only that can tell
 (estimated cycles, peak memory, errors of code generation) needs `full=True`.
@@ -21,9 +21,12 @@ from typing import Any
 
 import jax
 
-from xform import aot_child, buffers, hlo, hlo_costs
-from xform.donation import Donation, donation
+from xform import hlo
+from xform.aot import child as aot_child
+from xform.aot.donation import Donation, donation
 from xform.errors import PlanError
+from xform.hlo import buffers
+from xform.hlo import costs as hlo_costs
 from xform.topologies import ENVIRONMENT, Topology, prepare_environment
 
 POLL_SECONDS = 0.05

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from xform.factors import Factors, Raw, Shape
+from xform.axes.factors import Factors, Raw, Shape
 from xform.trace import JaxprEqn, shape_of
 
 Rule = Callable[[Factors, JaxprEqn, list[Shape]], Sequence[Shape]]

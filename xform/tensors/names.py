@@ -24,11 +24,11 @@ import jax
 import numpy as np
 
 from xform.axes import Factor, Path, Scope, find_axes
-from xform.evidence import Dot, Evidence
-from xform.flow import Flow, Op, Value, dimensions_behind
 from xform.higher_order import carries
 from xform.layers import Stack, find_stacks
 from xform.roles import Roles, find_roles
+from xform.roles.evidence import Dot, Evidence
+from xform.tensors.flow import Flow, Op, Value, dimensions_behind
 from xform.trace import Atom, Jaxpr, Literal, boundary
 
 Place = tuple[Path, int, int]

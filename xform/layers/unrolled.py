@@ -18,9 +18,9 @@ import jax
 import numpy as np
 
 from xform.axes import Scope
-from xform.blocks import Rows, aligned
 from xform.higher_order import bodies, operands
-from xform.repeats import Step, View, alike, chain, match, part, settle
+from xform.layers.blocks import Rows, aligned
+from xform.layers.repeats import Step, View, alike, chain, match, part, settle
 from xform.roles import Roles
 from xform.trace import Atom, JaxprEqn, Var, shape_of
 

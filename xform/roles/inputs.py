@@ -14,8 +14,8 @@ from typing import Literal
 
 from xform.axes import Scope
 from xform.higher_order import bodies, operands
-from xform.logical import is_activation
-from xform.roles import Roles
+from xform.roles.logical import is_activation
+from xform.roles.naming import Roles
 from xform.trace import Jaxpr, JaxprEqn, Var
 
 Kind = Literal["parameter", "optimizer", "data"]

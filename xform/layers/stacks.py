@@ -17,13 +17,13 @@ import dataclasses
 from typing import Literal
 
 from xform.axes import Scope
-from xform.blocks import cycle, grown, merged, sublayers
 from xform.higher_order import bodies, scan_parts
-from xform.repeats import Keys, View, alike
+from xform.layers.blocks import cycle, grown, merged, sublayers
+from xform.layers.repeats import Keys, View, alike
+from xform.layers.unrolled import Candidate, Finder, Kinds, Miss, meets
 from xform.rewrite import Path
 from xform.roles import Roles
 from xform.trace import Atom, Jaxpr, JaxprEqn, Var, source_line
-from xform.unrolled import Candidate, Finder, Kinds, Miss, meets
 
 TIME = frozenset({"batch", "microbatches", "length", "kv_length"})
 """What a scan over the data goes through."""

@@ -14,7 +14,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from xform.higher_order import bodies, equations
-from xform.repeats import Step, View, alike, kind_of
+from xform.layers.repeats import Step, View, alike, kind_of
 from xform.trace import Atom, DropVar, JaxprEqn, Literal, Var, shape_of
 
 

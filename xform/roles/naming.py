@@ -1,7 +1,7 @@
 """What each axis of a program is, told from its dataflow alone: batch, length, embed, mlp, vocab and so on.
 
 `axes` says which dimensions are the same axis; here each gets a role. The rules are a table
-(`role_rules.RULES`), the facts they look at are in `evidence`. An axis that no rule names gets a name made
+(`rules.RULES`), the facts they look at are in `evidence`. An axis that no rule names gets a name made
 for it ("axis0"), never a wrong role; a user can name it, or split it, in the plan:
 
     names = {"mlp": "['w1'][1]", "['wqkv'][1]": ["3", "kv_heads=4", "head_dim"]}
@@ -23,11 +23,11 @@ from math import prod
 from typing import Any
 
 from xform.axes import Axes, Dim, Factor, Scope, find_axes
+from xform.axes.factors import Shape
 from xform.errors import PlanError
-from xform.evidence import Evidence
-from xform.factors import Shape
-from xform.known import Known
-from xform.role_rules import RULES
+from xform.roles.evidence import Evidence
+from xform.roles.known import Known
+from xform.roles.rules import RULES
 from xform.trace import Jaxpr, JaxprEqn, Literal, Var, name_stack, shape_of, source_line
 
 ROLES: dict[str, str] = {

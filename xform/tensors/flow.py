@@ -15,10 +15,10 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterator
 
 from xform.axes import Path, Scope
-from xform.evidence import VALUES
 from xform.higher_order import bodies, carries, operands, scan_parts
-from xform.logical import is_activation
 from xform.roles import Roles
+from xform.roles.evidence import VALUES
+from xform.roles.logical import is_activation
 from xform.trace import Jaxpr, JaxprEqn, Literal, Var, shape_of
 
 
