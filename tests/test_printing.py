@@ -531,6 +531,15 @@ def test_the_page_shows_the_change_and_folds_the_rest_as_data() -> None:
     assert {data["texts"][row[2]] for row in data["folds"][-2]} == {line.text for line in lines(before)}
 
 
+def test_a_stage_without_a_name_is_no_change() -> None:
+    (first, before), (name, after), *_ = stages()
+    other = jax.make_jaxpr(lambda x: jnp.sin(x) * 2)(1.0)
+    page = html([(first, other), ("", before), (name, after)])
+    alone = html([(first, before), (name, after)])
+    table = re.compile(r"<table.*?</table>", re.DOTALL)
+    assert table.findall(page) == table.findall(alone)
+
+
 def test_names_stay_through_the_stages() -> None:
     page = html(stages())
     remat = page[page.index('<section id="pass2">') :]

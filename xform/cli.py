@@ -224,9 +224,13 @@ def dump(options: argparse.Namespace) -> Answer:
         raise PlanError(f"--pass {options.only}: the plan's passes are {names}")
     which = options.which or "diff"
     if options.html:
-        chain = [("traced", stages[0].before), *((s.name, s.after) for s in stages)] if stages else []
+        chain = [("traced", stages[0].before if stages else program.jaxpr)]
+        for stage in stages:
+            if stage.before is not chain[-1][1]:
+                chain.append(("", stage.before))  # the step, for instance, after passes over the model
+            chain.append((stage.name, stage.after))
         title = f"{options.target} under {options.plan or options.mesh}"
-        page = printing.html(chain or [("traced", program.jaxpr)], notes=program.report.lines(), title=title)
+        page = printing.html(chain, notes=program.report.lines(), title=title)
         _write("--html", options.html, page)
         return f"wrote {options.html}", faults.OK
     if options.stablehlo:

@@ -41,7 +41,9 @@ def html(
     title: str = "What the passes did",
     stablehlo: tuple[str, str] | None = None,
 ) -> str:
-    """The page. `stages` are (name, program): the program as it came, then as each pass left it.
+    """The page. `stages` are (name, program): the program as it came, then as each pass left it. A stage
+    without a name is no pass's: the program the next pass was given, where JAX has made another of what the
+    last one left.
 
     `notes` are lines of the report, `Pass: ...`; each is shown with its pass. `stablehlo` are the texts of
     the first and the last stage as they go to the compiler.
@@ -74,6 +76,9 @@ def _changes(stages: Sequence[tuple[str, Jaxpr]]) -> Changes:
     names: Names | None = None
     keys = Fingerprints()
     for (_, before), (name, after) in itertools.pairwise(stages):
+        if not name:
+            names = None
+            continue
         rows, names = rows_of(compare(before, after, keys), names)
         found.append((name, rows))
     return found
