@@ -422,7 +422,7 @@ def test_presets_by_name_are_the_functions() -> None:
         ("fsdq", "--plan fsdq: no file or preset 'fsdq' (did you mean 'fsdp'?)"),
         (
             "fsdp:x",
-            "--plan fsdp:x: invalid literal for int() with base 10: 'x'; the sizes of fsdp are n = -1",
+            "--plan fsdp:x: 'x' is not a size; the sizes of fsdp are n = -1",
         ),
         ("fsdp:1,2", "--plan fsdp:1,2: too many positional arguments; the sizes of fsdp are n = -1"),
         (

@@ -120,9 +120,9 @@ def resolve(name: str) -> Plan:
         for part in filter(None, (part.strip() for part in sizes.split(","))):
             key, equals, value = part.rpartition("=")
             if equals:
-                named[key.strip()] = int(value)
+                named[key.strip()] = _size(value)
             else:
-                positional.append(int(value))
+                positional.append(_size(value))
         signature.bind(*positional, **named)
     except (TypeError, ValueError) as error:
         wanted = ", ".join(
@@ -130,3 +130,10 @@ def resolve(name: str) -> Plan:
         )
         raise PlanError(f"--plan {name}: {error}; the sizes of {preset} are {wanted}") from error
     return make(*positional, **named)
+
+
+def _size(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{text.strip()!r} is not a size") from None
