@@ -45,6 +45,15 @@ def test_axes_of_many_layers_fit_a_page():
     assert [line.split()[:2] for line in tensors.splitlines()][2] == ["query_proj", "12"]
 
 
+def test_axes_are_called_what_a_plan_calls_them(tmp_path):
+    plan = tmp_path / "plan.toml"
+    plan.write_text("[mesh]\nfsdp = 8\n\n[axes]\nfeatures = \"[0]['table'][1]\"\n\n[shard]\n")
+    found = json.loads(xform("axes", LOSS, "--plan", str(plan), "--json").stdout)
+    assert found["inputs"]["[0]['table']"] == [["vocab"], ["features"]]
+    plan.write_text(plan.read_text().replace("table", "tabel"))
+    assert "[0]['table']" in xform("axes", LOSS, "--plan", str(plan), code=2).stderr
+
+
 def test_explain_says_why():
     out = xform("explain", STEP, "--mesh", "fsdp=8", "['table']").stdout
     assert "[0]['table']: float32[56,24] P(None, 'fsdp')" in out.replace("PartitionSpec", "P")

@@ -89,7 +89,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
             add(sub)
         return sub
 
-    command("axes", axes, "Print which dimensions are the same axis, and what each is.", _target, _json)
+    command(
+        "axes", axes, "Print which dimensions are the same axis, and what each is.", _target, _named, _json
+    )
 
     sub = command("explain", explain, "Say why a tensor is laid out as it is.", _target, _planned, _devices)
     sub.add_argument("path", metavar="PATH", help="an input's path, or a part of one: \"['mlp']['up']\"")
@@ -139,6 +141,10 @@ def _planned(sub: argparse.ArgumentParser) -> None:
     add("--use", metavar="PASS:OPTION=VALUE", action="append", default=[], help=text)
 
 
+def _named(sub: argparse.ArgumentParser) -> None:
+    sub.add_argument("--plan", metavar="PLAN", help="a plan whose [axes] name what cannot be told")
+
+
 def _devices(sub: argparse.ArgumentParser) -> None:
     text = "virtual CPU devices (default: as many as the mesh says, or 8)"
     sub.add_argument("--devices", type=whole_number, metavar="N", help=text)
@@ -154,7 +160,7 @@ def _json(sub: argparse.ArgumentParser) -> None:
 def axes(options: argparse.Namespace) -> Answer:
     import jax
 
-    from xform import roles, targets
+    from xform import plans, roles, targets
     from xform.axes import find_axes
     from xform.printing import tree
     from xform.printing.spell import type_text
@@ -165,10 +171,11 @@ def axes(options: argparse.Namespace) -> Answer:
     jaxpr = jax.make_jaxpr(fn)(*args)
     keys = [path for path, _ in jax.tree_util.tree_flatten_with_path(args)[0]]
     paths = [jax.tree_util.keystr(path) for path in keys]
+    names = plans.resolve(options.plan).axes if options.plan else None
     if options.json:
-        described = roles.describe(jaxpr, paths) | {"tensors": describe_tensors(fn, args)}
+        described = roles.describe(jaxpr, paths, names) | {"tensors": describe_tensors(fn, args)}
         return json.dumps(described, indent=1), faults.OK
-    found = roles.find_roles(find_axes(jaxpr), None, paths)
+    found = roles.find_roles(find_axes(jaxpr), names, paths)
     rows: list[tuple[str, ...]] = [("role", "size", "axes", "occurs in")]
     for row in found.table(examples=1):
         more = f" and {row.count - 1} more" if row.count > 1 else ""

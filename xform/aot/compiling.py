@@ -152,7 +152,7 @@ def compile_lowered(
 
 def _run_child(directory: Path, full: bool, progress: Callable[[str], None]) -> None:
     """Run the child until it ends, or has written what is wanted. It never outlives this call."""
-    root = str(Path(__file__).resolve().parent.parent)
+    root = str(Path(__file__).resolve().parents[2])
     paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     environment = ENVIRONMENT | os.environ | {"PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu"}
     start = told = time.monotonic()
