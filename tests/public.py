@@ -36,7 +36,7 @@ class Sizes:
     vocab: int = 416  # or the number of classes
     layers: int = 2
     dropout: float = 0.0  # when not 0, the batch has a random key
-    seed: int = 0
+    seed: int = 1  # one with which no ReLU of T5 stands so near zero that rounding decides it
 
 
 class Parts(NamedTuple):
