@@ -14,7 +14,7 @@ import operator
 import time
 import types
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,11 +25,37 @@ from jax.sharding import Mesh, NamedSharding
 from xform.context import Context, Leaf
 from xform.errors import PlanError, RewriteError
 from xform.plan import Pass, Plan
+from xform.program import (
+    Argument,
+    Program,
+    Stage,
+    donated_arguments,
+    input_leaves,
+    moved_names,
+    next_state,
+    signature,
+    stacked_leaves,
+)
 from xform.report import Report
-from xform.sharding.placement import dtype_of, provisional, put
+from xform.sharding.placement import dtype_of, provisional, put, put_row, taken_apart
+from xform.state import (
+    Element,
+    Groups,
+    Layout,
+    Packed,
+    Placed,
+    closed,
+    gathered,
+    is_placed,
+    opened,
+    pack,
+    scattered,
+    whole,
+)
 from xform.topologies import make_mesh
 from xform.trace import (
     Jaxpr,
+    ShapedArray,
     Tracer,
     boundary,
     check_jaxpr,
@@ -39,43 +65,6 @@ from xform.trace import (
     trace_flat,
     typeof,
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Stage:
-    """The program before and after one pass."""
-
-    name: str
-    before: Jaxpr
-    after: Jaxpr
-
-
-@dataclasses.dataclass(frozen=True)
-class Program:
-    """One traced and rewritten form of a function, for one combination of argument types.
-
-    jaxpr: the program after all passes, over the flat arguments. stages: what each pass did, the model
-    stage's first. in_shardings and out_shardings: a layout a leaf, None where the plan says nothing. seconds:
-    trace and rewrite.
-    """
-
-    jaxpr: Jaxpr
-    stages: tuple[Stage, ...]
-    report: Report
-    inputs: tuple[Leaf, ...]
-    outputs: tuple[Leaf, ...]
-    in_shardings: tuple[NamedSharding | None, ...]
-    out_shardings: tuple[NamedSharding | None, ...]
-    reasons: dict[str, str]
-    in_tree: Any
-    out_tree: Any
-    seconds: dict[str, float]
-
-    @property
-    def original(self) -> Jaxpr:
-        """The program as it was traced, after model-stage passes and before the first step-stage one."""
-        steps = [s for s in self.stages if not s.name.endswith("(model)")]
-        return steps[0].before if steps else self.jaxpr
 
 
 class Parallelized:
@@ -108,7 +97,10 @@ class Parallelized:
         """Traces, rewrites and lowers for these arguments, laid out on the mesh as the plan says."""
         start = time.perf_counter()
         program = self.trace(*args, **kwargs)
-        laid = self._with_layout(program, args, kwargs)
+        structs = [
+            _struct(leaf.aval, s) for leaf, s in zip(program.inputs, self._shardings(program), strict=True)
+        ]
+        laid = program.arranged(structs, dict(enumerate(jax.tree.leaves(opened((args, kwargs))))))
         lowered = self._trace(*laid)[1].lower()
         rest = time.perf_counter() - start - sum(program.seconds.values())
         return Lowered(program, lowered, self.mesh, {**program.seconds, "lower": max(0.0, rest)})
@@ -116,13 +108,41 @@ class Parallelized:
     def place(self, *args: Any) -> Any:
         """The leading arguments on the mesh, laid out as the plan says: one gives it, several a tuple.
 
+        An argument of which the plan stacks some arrays becomes an `xform.Placed`; `unplace` is the way back.
         Which dimension is what follows from the whole program: all arguments are needed, or an earlier
         `trace`, `lower` or call with arguments of these types. Before that, they are laid out provisionally,
         with a warning, and the first call moves them.
         """
-        layouts = self._layouts(args, "place")
-        placed = tuple(jax.tree.map(put, a, layout) for a, layout in zip(args, layouts, strict=True))
+        program = self._program_of(args, "place")
+        if program is None:
+            placed = tuple(jax.tree.map(put, a, provisional(a, self.mesh)) for a in args)
+        else:
+            shardings = self._shardings(program)
+            placed = tuple(
+                self._place(argument, value, shardings)
+                for argument, value in zip(program.arguments, args, strict=False)
+            )
         return placed[0] if len(placed) == 1 else placed
+
+    def _place(self, argument: Argument, value: Any, shardings: Sequence[NamedSharding]) -> Any:
+        own = [shardings[i] for i in argument.inputs]
+        leaves = jax.tree.leaves(opened(value))
+        arrays = gathered(argument.layout.groups, leaves, lambda row, n: put_row(row, own[n]))
+        arrays = [put(x, s) for x, s in zip(arrays, own, strict=True)]
+        if argument.is_stacked:
+            return Placed(argument.layout, arrays)
+        return jax.tree.unflatten(argument.layout.tree, arrays)
+
+    def unplace(self, *trees: Any) -> Any:
+        """Trees in the model's own structure, to read or to save: every `xform.Placed` in them taken apart.
+
+        One gives it, several a tuple. What was stacked lies as it did, without the dimension of the stack.
+        """
+        plain = tuple(
+            jax.tree.map(lambda x: taken_apart(x) if is_placed(x) else x, tree, is_leaf=is_placed)
+            for tree in trees
+        )
+        return plain[0] if len(plain) == 1 else plain
 
     def init(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`init_fn(*args)`, the function's first argument, born on the mesh: nobody ever holds it whole.
@@ -130,15 +150,26 @@ class Parallelized:
         Laid out as `place` would.
         """
         shapes = jax.eval_shape(init_fn, *args, **kwargs)
-        (layout,) = self._layouts((shapes,), "init")
-        return jax.jit(init_fn, out_shardings=layout)(*args, **kwargs)
+        program = self._program_of((shapes,), "init")
+        if program is None:
+            return jax.jit(init_fn, out_shardings=provisional(shapes, self.mesh))(*args, **kwargs)
+        argument = program.arguments[0]
+
+        def born(*args: Any, **kwargs: Any) -> Any:
+            leaves = jax.tree.leaves(init_fn(*args, **kwargs))
+            return argument.filled(
+                dict(zip(argument.inputs, gathered(argument.layout.groups, leaves), strict=True)), {}
+            )
+
+        layout = argument.filled(self._shardings(program), {})
+        return jax.jit(born, out_shardings=layout)(*args, **kwargs)
 
     def shardings(self, *args: Any, **kwargs: Any) -> Any:
-        """The layout of the arguments, as a pair of trees like (args, kwargs), for a call with these
-        arguments.
+        """The layout of the arguments as `place` lays them out, as a pair of trees like (args, kwargs), for
+        a call with these arguments.
         """
         program = self.trace(*args, **kwargs)
-        return jax.tree.unflatten(program.in_tree, self._leading(program, None))
+        return program.arranged(self._shardings(program), {})
 
     # -------------------------------------------------------------- how a program comes about
 
@@ -149,26 +180,30 @@ class Parallelized:
 
         def entry(*args: Any, **kwargs: Any) -> Any:
             if jax.config.jax_disable_jit:
+                args, kwargs = closed(opened((args, kwargs)), {})
                 return self._fn(*args, **kwargs)
-            leaves, tree = jax.tree.flatten((args, kwargs))
+            leaves, tree = jax.tree.flatten(opened((args, kwargs)))
             program = self._specialize(leaves, tree)
-            if seen is not None:
+            if seen is None:
+                _warn_of_stacking(program, leaves, getattr(self._fn, "__name__", "the function"))
+            else:
                 seen.append(program)
-            values = [x for x in leaves if isinstance(x, Tracer)]
+            values = gathered(program.in_groups, leaves)
             values = [_constrain(x, s) for x, s in zip(values, program.in_shardings, strict=True)]
             outs = inline(program.jaxpr, *values)
             outs = [_constrain(x, s) for x, s in zip(outs, program.out_shardings, strict=True)]
-            return jax.tree.unflatten(program.out_tree, outs)
+            result = jax.tree.unflatten(program.out_tree, scattered(program.out_groups, outs))
+            return closed(result, _layouts_of(program, args, kwargs))
 
         functools.update_wrapper(
             entry, self._fn, assigned=("__module__", "__name__", "__qualname__", "__doc__")
         )
-        entry.__signature__ = getattr(self._fn, "__signature__", None) or _signature(self._fn)  # type: ignore[attr-defined]
+        entry.__signature__ = getattr(self._fn, "__signature__", None) or signature(self._fn)  # type: ignore[attr-defined]
         return entry
 
     def _specialize(self, leaves: Sequence[Any], tree: Any) -> Program:
-        static = {i: x for i, x in enumerate(leaves) if not isinstance(x, Tracer)}
-        avals = tuple(plain_aval(typeof(x)) for x in leaves if isinstance(x, Tracer))
+        static = {i: x for i, x in enumerate(leaves) if not isinstance(x, Tracer | Element)}
+        avals = tuple(_aval(x) for i, x in enumerate(leaves) if i not in static)
         kinds = tuple((i, type(x), x) for i, x in static.items())  # 1, 1.0 and True are equal
         key = (tree, kinds, avals, trace_context())
         program = self._programs.get(key)
@@ -180,7 +215,7 @@ class Parallelized:
         report = Report()
         stages: list[Stage] = []
         numbers = [i for i in range(tree.num_leaves) if i not in static]
-        inputs = _input_leaves(tree, numbers, avals, _donated(self._fn, self._options))
+        inputs = input_leaves(tree, numbers, avals, donated_arguments(self._fn, self._options))
         out_tree: Any = None
         outputs: tuple[Leaf, ...] = ()
         spent = 0.0
@@ -226,46 +261,45 @@ class Parallelized:
         else:
             jaxpr = trace_flat(flat, avals, name, paths)
         traced = time.perf_counter()
-        context = Context("step", self.mesh, report, inputs, outputs, self.plan.axes)
+        stacks = any(getattr(p, "stacks", False) for p in self.plan.passes)
+        jaxpr, in_groups, out_groups = _stacked(
+            jaxpr, inputs, next_state(tree, numbers, out_tree), report, stages, stacks
+        )
+        context = Context(
+            "step",
+            self.mesh,
+            report,
+            stacked_leaves(inputs, in_groups),
+            stacked_leaves(outputs, out_groups),
+            moved_names(self.plan.axes, inputs, in_groups),
+        )
         jaxpr = _run(jaxpr, _of_stage(self.plan.passes, "step"), context, stages, "")
         rewritten = time.perf_counter()
         return Program(
             jaxpr,
             tuple(stages),
             report,
-            inputs,
-            outputs,
+            tuple(context.inputs),
+            tuple(context.outputs),
             tuple(context.in_shardings),
             tuple(context.out_shardings),
             context.reasons,
             tree,
             out_tree,
+            tuple(tuple(numbers[i] for i in group) for group in in_groups),
+            out_groups,
             {"trace": traced - start - spent, "rewrite": rewritten - traced + spent},
         )
 
     # -------------------------------------------------------------- layouts of arguments
 
-    def _leading(self, program: Program, count: int | None) -> list[Any]:
-        """The layout of every leaf of the first `count` arguments (None: of all); static leaves have none."""
+    def _shardings(self, program: Program) -> list[NamedSharding]:
+        """The layout of every input."""
         replicated = NamedSharding(self.mesh, jax.sharding.PartitionSpec())
-        of_leaf = {
-            leaf.path: s or replicated for leaf, s in zip(program.inputs, program.in_shardings, strict=True)
-        }
-        found = []
-        for path, _ in _paths(program.in_tree):
-            number = _argument(path)
-            if count is None or (isinstance(number, int) and number < count):
-                found.append(of_leaf.get(_keystr(path)))
-        return found
+        return [sharding or replicated for sharding in program.in_shardings]
 
-    def _with_layout(self, program: Program, args: Any, kwargs: Any) -> Any:
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        layouts = self._leading(program, None)
-        laid = [x if s is None else _struct(x, s) for x, s in zip(leaves, layouts, strict=True)]
-        return jax.tree.unflatten(tree, laid)
-
-    def _layouts(self, args: Sequence[Any], verb: str) -> tuple[Any, ...]:
-        """A tree of layouts for each of the leading arguments."""
+    def _program_of(self, args: Sequence[Any], verb: str) -> Program | None:
+        """The program whose leading arguments these are; None, with a warning, where it is not known yet."""
         program = self._known(args)
         if program is None and self._takes(args):
             program = self.trace(*args)
@@ -277,36 +311,29 @@ class Parallelized:
                 " .trace(...) once before, with all arguments (jax.ShapeDtypeStructs will do)",
                 stacklevel=3,
             )
-            return tuple(provisional(a, self.mesh) for a in args)
-        layouts = iter(self._leading(program, len(args)))
-        return tuple(jax.tree.map(lambda _: next(layouts), a) for a in args)
+        return program
 
     def _takes(self, args: Sequence[Any]) -> bool:
         """Whether these are all the arguments that the function needs."""
-        signature = _signature(self._fn)
+        known = signature(self._fn)
         try:
-            return signature is None or bool(signature.bind(*args))
+            return known is None or bool(known.bind(*args))
         except TypeError:
             return False
 
     def _known(self, args: Sequence[Any]) -> Program | None:
         """A program whose leading arguments are of these types."""
-        wanted: list[tuple[Any, list[Any]]] = [
-            (jax.tree.structure(a), [(np.shape(x), dtype_of(x)) for x in jax.tree.leaves(a)]) for a in args
-        ]
+        wanted = [jax.tree.flatten(opened(a)) for a in args]
         for program in reversed(list(self._programs.values())):
-            positional, _ = jax.tree.unflatten(program.in_tree, range(program.in_tree.num_leaves))
-            if len(positional) < len(args):
-                continue
-            avals = {leaf.path: leaf.aval for leaf in program.inputs}
-            paths = {i: avals.get(_keystr(p)) for i, (p, _) in enumerate(_paths(program.in_tree))}
-            if all(
-                structure == jax.tree.structure(have)
+            arguments = [a for a in program.arguments if isinstance(a.name, int)]
+            types = program.types()
+            if len(arguments) >= len(args) and all(
+                tree == argument.layout.tree
                 and all(
-                    (a := paths[i]) is not None and (a.shape, a.dtype) == t
-                    for i, t in zip(jax.tree.leaves(have), types, strict=True)
+                    types.get(i) == (np.shape(x), dtype_of(x))
+                    for i, x in zip(argument.leaves, leaves, strict=True)
                 )
-                for have, (structure, types) in zip(positional, wanted, strict=False)
+                for argument, (leaves, tree) in zip(arguments, wanted, strict=False)
             ):
                 return program
         return None
@@ -396,59 +423,72 @@ def _of_stage(passes: Sequence[Pass], stage: str) -> tuple[Pass, ...]:
         raise PlanError(f"the passes {', '.join(names)} each want to come after one another") from None
 
 
-# ---------------------------------------------------------------- arguments and their names
+def _aval(x: Any) -> Any:
+    """The type of a leaf, in a stack or by itself."""
+    if isinstance(x, Element):
+        return ShapedArray(x.shape, x.dtype)
+    return plain_aval(typeof(x))
 
 
-def _signature(fn: Callable[..., Any]) -> Any:
-    import inspect
-
-    try:
-        return inspect.signature(fn)
-    except (TypeError, ValueError):
-        return None
-
-
-def _paths(tree: Any) -> list[tuple[Any, Any]]:
-    leaves, _ = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(tree, range(tree.num_leaves)))
-    return leaves
-
-
-def _keystr(path: Any) -> str:
-    """The path without the (args, kwargs) pair around it: `[0]['params']['w']`, `['scale']`."""
-    return jax.tree_util.keystr(path[1:])
-
-
-def _argument(path: Any) -> int | str:
-    """The number of a positional argument, the name of a keyword one."""
-    return path[1].idx if path[0].idx == 0 else path[1].key
-
-
-def _input_leaves(
-    tree: Any, numbers: Sequence[int], avals: Sequence[Any], donated: set[int | str]
-) -> tuple[Leaf, ...]:
-    paths = _paths(tree)
-    return tuple(
-        Leaf(_keystr(paths[i][0]), aval, _argument(paths[i][0]), _argument(paths[i][0]) in donated)
-        for i, aval in zip(numbers, avals, strict=True)
-    )
+def _stacked(
+    jaxpr: Jaxpr,
+    inputs: Sequence[Leaf],
+    state: Mapping[int, int],
+    report: Report,
+    stages: list[Stage],
+    stacks: bool,
+) -> tuple[Jaxpr, Groups, Groups]:
+    """The program over its state as it is stored; what each input and output holds of the model's leaves."""
+    packed = _packed(jaxpr, inputs, state) if stacks else None
+    if packed is None:
+        return jaxpr, *(tuple((i,) for i in range(len(x))) for x in (jaxpr.invars, jaxpr.outvars))
+    stages.append(Stage("state", jaxpr, packed.jaxpr))
+    rows = [group for group in packed.inputs if len(group) > 1]
+    if rows:
+        report.did(
+            "state",
+            f"stored {sum(map(len, rows))} arrays of the state as {len(rows)}",
+            "stacked once, by place or init; unplace gives the model's own tree",
+        )
+    for left in packed.left:
+        report.declined("state", f"{left.what} ({left.bytes} bytes a step)", left.why, left.where)
+    return packed.jaxpr, packed.inputs, packed.outputs
 
 
-def _donated(fn: Callable[..., Any], options: dict[str, Any]) -> set[int | str]:
-    """The arguments that are donated, by number and by name, whichever of both the user gave."""
-    signature = _signature(fn)
-    names = list(signature.parameters) if signature is not None else []
-    given = {*_as_tuple(options.get("donate_argnums")), *_as_tuple(options.get("donate_argnames"))}
-    by_name = {names[i] for i in given if isinstance(i, int) and -len(names) <= i < len(names)}
-    by_number = {names.index(name) for name in given | by_name if name in names}
-    return given | by_name | by_number
+def _packed(jaxpr: Jaxpr, inputs: Sequence[Leaf], state: Mapping[int, int]) -> Packed | None:
+    """The program with its state stacked, no array of two arguments or without a dtype of its own."""
+    paths = [leaf.path for leaf in inputs]
+    keep = {i for i, leaf in enumerate(inputs) if getattr(leaf.aval, "weak_type", False)}
+    while (packed := pack(jaxpr, paths, keep, state)) is not None:
+        mixed = [row for row in packed.inputs if len({inputs[i].argument for i in row}) > 1]
+        if not mixed:
+            break
+        keep.update(*mixed)
+    return packed
 
 
-def _as_tuple(x: Any) -> tuple[Any, ...]:
-    return () if x is None else (x,) if isinstance(x, (int, str)) else tuple(x)
+def _layouts_of(program: Program, args: Any, kwargs: Any) -> dict[Any, Layout]:
+    """The layouts of the arguments that come as `Placed`, by the structure of the model's own tree."""
+    given = {**dict(enumerate(args)), **kwargs}
+    return {
+        argument.layout.tree: argument.layout
+        for argument in program.arguments
+        if argument.is_stacked and is_placed(given.get(argument.name))
+    }
 
 
-def _struct(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-    aval = typeof(x) if not isinstance(x, jax.ShapeDtypeStruct) else x
+def _warn_of_stacking(program: Program, leaves: Sequence[Any], name: str) -> None:
+    rows = [group for group in program.in_groups if len(group) > 1]
+    apart = sum(len(group) for group in rows if whole([leaves[i] for i in group]) is None)
+    if apart:
+        warnings.warn(
+            f"{name}: {apart} arrays come in the model's own tree, and are stacked in every call; .place(...)"
+            " stacks them once",
+            stacklevel=2,
+        )
+
+
+def _struct(aval: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(
         aval.shape, aval.dtype, sharding=sharding, weak_type=getattr(aval, "weak_type", False)
     )

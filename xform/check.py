@@ -203,7 +203,7 @@ def _run(step: Callable[..., Any], args: tuple[Any, ...], turns: int) -> Iterato
         out = step(*args)
         if turn + 1 < turns:
             args = (out[0] if isinstance(out, tuple) else out, *args[1:])
-        yield jax.tree.map(_host, out)
+        yield jax.tree.map(_host, step.unplace(out) if isinstance(step, Parallelized) else out)
 
 
 def _nudged(args: Any, units: float, seed: int) -> Any:

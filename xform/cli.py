@@ -201,22 +201,20 @@ def _dimensions(roles: Sequence[Sequence[str]]) -> str:
 def explain(options: argparse.Namespace) -> Answer:
     step, args = _parallelized(options)
     program = step.trace(*args)
-    paths = [leaf.path for leaf in program.inputs]
-    found = [p for p in paths if p == options.path] or [p for p in paths if options.path in p]
-    if not found:
+    paths = program.places
+    exact = [options.path] if options.path in paths else [p for p in paths if options.path in p]
+    if not exact:
         near = difflib.get_close_matches(options.path, paths, 3, 0.3)
         raise PlanError(
-            f"no input is called {options.path!r}; did you mean {' or '.join(near or paths[:3])}?"
+            f"no input is called {options.path!r}; did you mean {' or '.join(near or list(paths)[:3])}?"
         )
-    specs = dict(zip(paths, program.in_shardings, strict=True))
-    leaves = {leaf.path: leaf for leaf in program.inputs}
     lines = []
-    for path in found:
-        sharding = specs[path]
+    for number in dict.fromkeys(paths[path] for path in exact):
+        leaf, sharding = program.inputs[number], program.in_shardings[number]
         spec = "no pass lays it out" if sharding is None else sharding.spec
-        lines.append(f"{path}: {leaves[path].aval.str_short()} {spec}")
-        if path in program.reasons:
-            lines.append(f"  {program.reasons[path]}")
+        lines.append(f"{leaf.path}: {leaf.aval.str_short()} {spec}")
+        if leaf.path in program.reasons:
+            lines.append(f"  {program.reasons[leaf.path]}")
     return "\n".join(lines), faults.OK
 
 

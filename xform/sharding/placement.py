@@ -5,11 +5,15 @@ known.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from xform.state import Element, Placed
 
 
 def put(x: Any, sharding: NamedSharding | None) -> Any:
@@ -23,6 +27,40 @@ def put(x: Any, sharding: NamedSharding | None) -> Any:
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     host = np.asarray(x)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def put_row(row: Sequence[Any], sharding: NamedSharding | None) -> Any:
+    """Arrays of one type, or elements of other stacks, stacked on the mesh; a single one as it is."""
+    arrays = [x.array() if isinstance(x, Element) else x for x in row]
+    if len(arrays) == 1:
+        return put(arrays[0], sharding)
+    if sharding is None:
+        return jnp.stack(arrays)
+    there = set(sharding.mesh.devices.flat)
+    if all(isinstance(x, jax.Array) and x.sharding.device_set == there for x in arrays):
+        on_device = sharding.with_memory_kind(None)
+        return put(jax.jit(lambda *xs: jnp.stack(xs), out_shardings=on_device)(*arrays), sharding)
+    if jax.dtypes.issubdtype(dtype_of(arrays[0]), jax.dtypes.prng_key):
+        return put(jnp.stack(arrays), sharding)
+    return put(np.stack([np.asarray(x) for x in arrays]), sharding)
+
+
+def taken_apart(placed: Placed) -> Any:
+    """The model's own tree, each array of a row laid out as the row is."""
+    leaves: dict[int, Any] = {}
+    for group, array in zip(placed.layout.groups, placed.arrays, strict=True):
+        leaves.update(zip(group, [array] if len(group) == 1 else _rows(array), strict=True))
+    return jax.tree.unflatten(placed.layout.tree, [leaves[i] for i in range(len(leaves))])
+
+
+def _rows(array: Any) -> Sequence[Any]:
+    size = array.shape[0]
+    if not isinstance(array, jax.Array) or not isinstance(array.sharding, NamedSharding):
+        return [array[i] for i in range(size)]
+    layout = NamedSharding(array.sharding.mesh, PartitionSpec(*array.sharding.spec[1:]))
+    if array.sharding.memory_kind not in (None, layout.memory_kind):
+        array = jax.device_put(array, array.sharding.with_memory_kind(layout.memory_kind))
+    return jax.jit(lambda x: [x[i] for i in range(size)], out_shardings=[layout] * size)(array)
 
 
 def provisional(tree: Any, mesh: Mesh) -> Any:
