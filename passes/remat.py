@@ -10,7 +10,8 @@ the host.
 Tensors are named by what they are (`xform.tensors`), and a policy, MaxText's by default, is two sets of
 names: what is saved and what is offloaded; the rest of a layer is computed again. It acts before autodiff, so
 JAX itself makes the backward pass. In a loop nothing keeps the compiler from merging what is computed again
-with its first computation but that the two are different loops; outside, `prevent_cse` does.
+with its first computation but that the two are different loops; outside, `prevent_cse` does. With a budget,
+what is saved and what is offloaded is chosen so that the compiled step fits it (`xform.memory`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import dataclasses
 import functools
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -30,8 +31,10 @@ from xform.context import Context
 from xform.errors import Decline, PlanError
 from xform.higher_order import RULES, enter, equations, hoist
 from xform.layers import Refusal
+from xform.memory import Choice, Choices, Trial, find, layers_of, parse_size, tell
+from xform.memory.selection import Tensor, selected, tensors_of
 from xform.registry import unknown
-from xform.report import Report
+from xform.report import Keeping, Promise, Report
 from xform.rewrite import Path, Rule, Site, rewrite
 from xform.tensors import Place
 from xform.tensors.layers import Layer, find_layers, name_stacks
@@ -91,61 +94,103 @@ class Remat:
     """Options:
 
     policy: a row of `POLICIES`; "none" wraps nothing, "full" keeps only what a layer takes.
-    save: tensors to save besides the policy's, by name; "custom" alone has none of its own.
+    save: tensors to save besides the policy's: names ("mlp*" for several), roles of their dimensions
+        ("heads"), or a function that takes a Tensor and says yes; "custom" alone has none of its own.
     offload: tensors to keep on the host instead; a name given here is taken off the policy's saved ones.
-    where: a regular expression; only layers in which some name stack matches it are treated.
+    where: a regular expression; only layers in which some name stack matches it are treated. Or a function
+        that takes a Layer and says yes.
     existing: of a model that calls jax.checkpoint itself: "respect" leaves such layers alone, "override"
         takes its calls away first.
+    budget: device memory that the compiled step may take, "14GiB", "15.5GB" or bytes: in place of a policy,
+        what is saved and offloaded is chosen so that it fits and the least is computed again.
 
-    Raises PlanError for a name in `save` or `offload` that no tensor of the layers has, and where there are
-    no layers.
+    Raises PlanError for what `save` or `offload` names and no tensor of the layers is, where there are no
+    layers, and for a budget that cannot be met.
     """
 
     policy: Policy = "minimal"
-    save: Sequence[str] = ()
-    offload: Sequence[str] = ()
-    where: str = ""
+    save: Sequence[str] | Callable[[Tensor], bool] = ()
+    offload: Sequence[str] | Callable[[Tensor], bool] = ()
+    where: str | Callable[[Layer], bool] = ""
     existing: Literal["respect", "override"] = "respect"
+    budget: str | int = ""
 
     stages: ClassVar[tuple[str, ...]] = ("model",)
 
     def rewrite(self, jaxpr: Jaxpr, context: Context) -> Jaxpr:
-        policy = self._policy()
+        self._check()
         if self.existing == "override":
             jaxpr = self._without_checkpoints(jaxpr, context)
         if self.policy == "none":
             return jaxpr
-        layers, refusals = find_layers(jaxpr, context.roles(jaxpr))
-        chosen = [layer for layer in layers if _matches(self.where, layer.name_stacks)]
+        roles = context.roles(jaxpr)
+        layers, refusals = find_layers(jaxpr, roles)
+        chosen = [layer for layer in layers if self._treats(layer)]
         if not chosen:
             raise PlanError(_no_layers(layers, refusals, self.where))
-        self._check(chosen)
+        policy = self._policy([t for layer in chosen for t in tensors_of(layer, roles)])
         if self.existing == "respect":
             chosen = [layer for layer in chosen if not self._respects(layer, context)]
         return _Wrap(policy, chosen, context.report).body(jaxpr, ())
 
-    def _policy(self) -> _Policy:
-        """What is saved, and what is offloaded."""
+    def settle(self, trial: Callable[[Any], Trial], report: Report) -> Remat:
+        """The pass with its budget met by a choice of what is saved and offloaded, which `report` is told.
+
+        `trial` makes the whole step with a pass in this one's place.
+        """
+        if self.budget == "":
+            return self
+        self._check()
+        budget = parse_size(self.budget, "remat.budget")
+        none = trial(self)  # everything named, nothing kept
+        layers = layers_of(none.spread, self._has_made, none.speeds)
+        if not layers:
+            raise PlanError(_nothing_to_choose(none.program))
+        choices = Choices(layers, none.speeds)
+
+        def settled(choice: Choice) -> Remat:
+            policy: Policy = "custom" if choice.save or choice.offload else "full"
+            return dataclasses.replace(
+                self, policy=policy, save=choice.save, offload=choice.offload, budget=""
+            )
+
+        found = find(budget, "remat.budget", none, choices, lambda choice: trial(settled(choice)))
+        tell(report, found, choices, budget)
+        return settled(found.tried.choice)
+
+    def _has_made(self, policy: Any) -> bool:
+        return isinstance(policy, _Policy) and policy.open == self
+
+    def _check(self) -> None:
+        """Options that cannot be together, or be at all."""
         if self.policy not in POLICIES:
             raise unknown("policy", self.policy, POLICIES, "remat.policy")
-        if both := set(self.save) & set(self.offload):
-            raise PlanError(f"remat: {', '.join(sorted(both))} cannot be both saved and offloaded")
         if self.policy == "none" and (self.save or self.offload):
             raise PlanError('remat: policy "none" keeps everything; with save or offload, use "custom"')
+        if self.budget != "" and (self.save or self.offload or self.policy != "minimal"):
+            raise PlanError("remat: a budget chooses what is kept, in place of policy, save and offload")
         try:
-            re.compile(self.where)
+            re.compile(self.where if isinstance(self.where, str) else "")
         except re.error as error:
             raise PlanError(f"remat.where = {self.where!r} is no regular expression: {error}") from None
+
+    def _policy(self, tensors: Sequence[Tensor]) -> _Policy:
+        """What is saved, and what is offloaded, of these tensors."""
+        if self.budget != "":
+            return _Policy(frozenset(), frozenset(), self)
+        mine, theirs = (
+            selected(each, tensors, f"remat.{option}")
+            for option, each in (("save", self.save), ("offload", self.offload))
+        )
+        if both := mine & theirs:
+            raise PlanError(f"remat: {', '.join(sorted(both))} cannot be both saved and offloaded")
         save, offload = map(frozenset, POLICIES[self.policy])
-        mine, theirs = frozenset(self.save), frozenset(self.offload)
         return _Policy((save | mine) - theirs, (offload | theirs) - mine)
 
-    def _check(self, layers: Sequence[Layer]) -> None:
-        there = sorted({name for layer in layers for name in layer.has})
-        for option in ("save", "offload"):
-            for name in getattr(self, option):
-                if name not in there:
-                    raise unknown("tensor", name, there, f"remat.{option}")
+    def _treats(self, layer: Layer) -> bool:
+        if callable(self.where):
+            return self.where(layer)
+        return not self.where or any(re.search(self.where, each) for each in layer.name_stacks)
 
     def _respects(self, layer: Layer, context: Context) -> bool:
         """Whether the user's own recomputation stays, and the layer is left alone."""
@@ -162,7 +207,12 @@ class Remat:
             if site.name != CHECKPOINT:
                 return None
             body = site.params["jaxpr"]
-            if not _matches(self.where, name_stacks(body.eqns, site.where)):
+            names = name_stacks(body.eqns, site.where)
+            if (
+                isinstance(self.where, str)
+                and self.where
+                and not any(re.search(self.where, n) for n in names)
+            ):
                 return None
             context.report.did("remat", "took away a call of jax.checkpoint", "overridden", site.line)
             return inline(rewrite(body, rule, context.report, "remat"), *site.args)
@@ -172,10 +222,14 @@ class Remat:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class _Policy:
-    """What is saved and what is offloaded, as `jax.checkpoint` asks it of each operation."""
+    """What is saved and what is offloaded, as `jax.checkpoint` asks it of each operation.
+
+    open: the pass whose budget is to choose; until then all tensors are named.
+    """
 
     save: frozenset[str]
     offload: frozenset[str]
+    open: Remat | None = None
 
     def __call__(self, *args: Any, **params: Any) -> Any:
         return self._jax(*args, **params)
@@ -192,9 +246,14 @@ class _Policy:
             offload_dst="pinned_host",
         )
 
+    def names(self, name: str | None) -> bool:
+        """Whether a tensor gets its name, if it has one."""
+        return name is not None and (self.open is not None or name in self.save or name in self.offload)
+
     def checkpoint(self, f: Callable[..., Any], in_loop: bool) -> Callable[..., Any]:
         """`f` so that only what the policy says is there for its backward pass."""
-        return jax.checkpoint(f, policy=self if self.save or self.offload else None, prevent_cse=not in_loop)
+        says = self.save or self.offload or self.open is not None
+        return jax.checkpoint(f, policy=self if says else None, prevent_cse=not in_loop)
 
 
 class _Wrap:
@@ -242,14 +301,14 @@ class _Wrap:
         return _apart(functools.partial(inline, rewrite(part, rule, self.report, "remat")))
 
     def wrapped(self, layer: Layer) -> Emit:
-        chosen = self.policy.save | self.policy.offload
-        body = rewrite(layer.jaxpr, _naming(layer.names, chosen), self.report, "remat")
+        body = rewrite(layer.jaxpr, _naming(layer.names, self.policy), self.report, "remat")
+        away = (
+            self.policy.open is not None or self.policy.offload
+        )  # inputs are there: to save them is nothing
+        inputs = {i: name for i, name in layer.inputs.items() if away is True or (away and name in away)}
 
         def run(*args: Any) -> list[Any]:
-            named = (
-                checkpoint_name(x, layer.inputs[i]) if layer.inputs.get(i) in self.policy.offload else x
-                for i, x in enumerate(args)
-            )
+            named = (checkpoint_name(x, inputs[i]) if i in inputs else x for i, x in enumerate(args))
             return inline(body, *named)
 
         return self.policy.checkpoint(run, layer.in_loop)
@@ -264,6 +323,11 @@ class _Wrap:
         why = NESTED if layer.nested else "" if layer.in_loop else LATE
         if why and offload:
             self.report.declined("remat", f"a promise of memory freed by {layer.what}", why)
+        again = sorted(layer.has - self.policy.save - self.policy.offload)
+        kinds: dict[Keeping, Sequence[str]] = {"saved": save, "recomputed": again}
+        for kind, names in (kinds if why else kinds | {"offloaded": offload}).items():
+            for name in names:
+                self.report.promise(Promise("remat", name, kind, layer.what))
         for name in () if why else offload:
             self.report.promised("remat", f"{name} in host memory", f"{count[name] or 1} of {layer.what}")
 
@@ -278,13 +342,13 @@ def _apart(emit: Emit) -> Emit:
     return apart
 
 
-def _naming(names: Mapping[Place, str], chosen: Collection[str]) -> Rule:
+def _naming(names: Mapping[Place, str], policy: _Policy) -> Rule:
     """The rule that names results."""
 
     def rule(site: Site) -> Sequence[Any] | None:
         results = range(len(site.eqn.outvars))
         all_names = {r: names.get((site.path, site.index, r)) for r in results}
-        own = {r: name for r, name in all_names.items() if name in chosen}
+        own = {r: name for r, name in all_names.items() if name is not None and policy.names(name)}
         if not own:
             return None
         return [checkpoint_name(x, own[r]) if r in own else x for r, x in enumerate(site.bind())]
@@ -292,11 +356,17 @@ def _naming(names: Mapping[Place, str], chosen: Collection[str]) -> Rule:
     return rule
 
 
-def _matches(where: str, names: Iterable[str]) -> bool:
-    return not where or any(re.search(where, each) for each in names)
+def _nothing_to_choose(program: Any) -> str:
+    remats = [eqn for eqn in equations(program.jaxpr) if eqn.primitive.name == CHECKPOINT]
+    if any(eqn.params["differentiated"] for eqn in remats):
+        return (
+            "remat.budget: no layer is left to choose for: the model calls jax.checkpoint itself;"
+            ' existing = "override" takes its calls away'
+        )
+    return "remat.budget: the program differentiates no layer: there is no backward pass to keep anything for"
 
 
-def _no_layers(layers: Sequence[Layer], refusals: Sequence[Refusal], where: str) -> str:
+def _no_layers(layers: Sequence[Layer], refusals: Sequence[Refusal], where: str | Callable[..., bool]) -> str:
     if not layers:
         near = "".join(f"; {refusal.why} ({refusal.where})" for refusal in refusals[:3])
         return (
@@ -304,5 +374,7 @@ def _no_layers(layers: Sequence[Layer], refusals: Sequence[Refusal], where: str)
             f" attention or MLP to the next alike{near}"
         )
     stacks = {s for layer in layers for s in layer.name_stacks if s}
+    if callable(where):
+        return f"remat.where says no to each of the {len(layers)} layers that there are"
     there = ", ".join(sorted(stacks)[:8]) or "none: nothing has a name stack"
     return f"remat.where = {where!r} matches no layer; name stacks in layers are {there}"

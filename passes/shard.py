@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from xform.context import Context, Leaf
+from xform.context import Context
 from xform.plans.rules import MAXTEXT_RULES
 from xform.rewrite import Site, rewrite
 from xform.roles import Roles
@@ -29,6 +29,7 @@ from xform.roles.inputs import Kind, kinds
 from xform.roles.logical import Named, logical_names
 from xform.sharding.constraints import Places, spelled
 from xform.sharding.layout import Layout, alternatives, spec_axes
+from xform.sharding.twins import of_same_end, twins
 from xform.trace import Jaxpr, Literal, Var, shape_of
 
 SEQUENCE_PARALLEL = ("activation_norm_length", "activation_norm_length_moe")
@@ -60,6 +61,7 @@ class Shard:
     strict: bool = True
 
     stages: ClassVar[tuple[str, ...]] = ("step",)
+    after: ClassVar[tuple[str, ...]] = ("narrow",)
 
     def rewrite(self, jaxpr: Jaxpr, context: Context) -> Jaxpr:
         layout = self._layout(context)
@@ -109,7 +111,7 @@ class Shard:
         """Writes the layout of every input and output into the context, with its reason."""
         root = roles.axes.root
         parameters = [i for i, kind in enumerate(input_kinds) if kind == "parameter"]
-        owners = _of_same_end([context.inputs[i] for i in parameters], context.inputs)
+        owners = of_same_end([context.inputs[i] for i in parameters], context.inputs)
         whole = total = 0
         for i, (var, leaf, kind) in enumerate(zip(jaxpr.invars, context.inputs, input_kinds, strict=True)):
             names = logical_names(roles, root, var)
@@ -131,7 +133,7 @@ class Shard:
                 f"{whole / total:.2%} of the state's bytes lie whole on every device",
             )
         for i, (out, twin) in enumerate(
-            zip(jaxpr.outvars, _twins(context.inputs, context.outputs), strict=True)
+            zip(jaxpr.outvars, twins(context.inputs, context.outputs), strict=True)
         ):
             spec = PartitionSpec()
             if twin is not None and context.in_shardings[twin] is not None:
@@ -168,33 +170,6 @@ def _kept(roles: Roles, parameter: Var, state: Var) -> list[Named]:
     dims = root[state]
     found = [next((name for other, name in names if other == dim), None) for dim in dims]
     return [name for name in found if name is not None] if dims and all(found) else []
-
-
-def _twins(inputs: Sequence[Leaf], outputs: Sequence[Leaf]) -> list[int | None]:
-    """For each output the input it is the next value of: of the same type, with the longest common end of its
-    path.
-    """
-    return _of_same_end(inputs, outputs, lambda leaf: (leaf.aval.shape, leaf.aval.dtype))
-
-
-def _of_same_end(
-    inputs: Sequence[Leaf], others: Sequence[Leaf], alike: Callable[[Leaf], Any] = lambda leaf: None
-) -> list[int | None]:
-    """For each leaf the first input that is alike and has the longest end of its path in common, by keys."""
-    ends: dict[tuple[Any, str], int] = {}
-    for i, leaf in enumerate(inputs):
-        for end in _ends(leaf.path):
-            ends.setdefault((alike(leaf), end), i)
-    found: list[int | None] = []
-    for leaf in others:
-        hits = (ends.get((alike(leaf), end)) for end in _ends(leaf.path))
-        found.append(next((i for i in hits if i is not None), None))
-    return found
-
-
-def _ends(path: str) -> list[str]:
-    """The ends of a path that begin where a key does, longest first."""
-    return [path[i:] for i, c in enumerate(path) if c in "[."]
 
 
 def _bytes(aval: Any) -> int:

@@ -22,12 +22,17 @@ LAYERS = (
     "higher_order",  # the equations that hold bodies
     "flops",  # the arithmetic a program asks for
     "rewrite",  # the engine
+    "movement",  # values made of others by moving and converting alone
     "graph",  # a jaxpr as a graph
     "printing",  # programs as text, diffs, pages
     "axes",  # which dimensions are the same axis
+    "regions",  # what works element by element
     "roles",  # what each axis is, and each input
+    "batch",  # what becomes of the rows of a batch
+    "heads",  # where logits are made, and the region up to where they are reduced
     "layers",  # where the program repeats
     "tensors",  # what each tensor is
+    "state",  # which inputs are kept stacked, and both trees
     "registry",  # names to passes
     "values",  # options: checked, frozen, written
     "plan",  # Plan, Pass; TOML
@@ -36,7 +41,10 @@ LAYERS = (
     "context",  # what a pass is told
     "sharding",  # rules to layouts, constraints, arrays on a mesh
     "hlo",  # the compiled module, read
+    "promises",  # the compiled module, held to what was promised
     "aot",  # compile for a topology
+    "program",  # a traced and rewritten function, and how its arguments lie
+    "memory",  # what a step takes, and what of it to keep within a budget
     "api",  # parallelize
     "targets",  # module:factory on the command line
     "check",  # the original against the rewritten

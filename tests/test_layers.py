@@ -11,6 +11,19 @@ import pytest
 
 from tests import public
 from tests.layers import f, i, picked, told
+from tests.loops import (
+    KEYS,
+    MATRIX,
+    attend,
+    dropout,
+    layer,
+    mlp,
+    model,
+    norm,
+    one,
+    random,
+    random_layer,
+)
 from xform.layers import Block, Refusal, Stack, find_stacks
 from xform.layers.unrolled import is_real
 from xform.models import encoder_decoder, gpt2, llama
@@ -75,19 +88,6 @@ def replayed(jaxpr: Jaxpr, stacks: list[Stack], args: list[Any]) -> list[Any]:
         assert len(waiting) < len(todo), "a block reads what comes after it"
         todo = waiting
     return [read(v, {}) for v in jaxpr.outvars]
-
-
-def random(args: Any) -> list[Any]:
-    rng = np.random.default_rng(0)
-
-    def value(v: Any) -> Any:
-        if jax.dtypes.issubdtype(v.dtype, jax.dtypes.prng_key):
-            return jax.random.key(3)
-        if v.dtype == jnp.int32:
-            return jnp.asarray(rng.integers(0, 5, v.shape, dtype=np.int32))
-        return jnp.asarray(rng.normal(size=v.shape).astype(v.dtype) / 3)
-
-    return jax.tree.map(value, jax.tree.leaves(args))
 
 
 def check(fn: Callable, args: Any) -> list[Stack]:
@@ -197,45 +197,6 @@ def test_dropout_in_a_public_model() -> None:
 
 # ---------------------------------------------------------------- plain programs
 
-MATRIX, VECTOR = f(12, 12), f(12)
-
-
-def norm(x: Any, scale: Any) -> Any:
-    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale
-
-
-def attend(x: Any, w: Any, mask: Any = None, bias: Any = 0.0) -> Any:
-    scores = jnp.einsum("ble,bme->blm", x @ w["q"], x @ w["k"]) + bias
-    if mask is not None:
-        scores = jnp.where(mask, scores, -1e9)
-    return jnp.einsum("blm,bme->ble", jax.nn.softmax(scores), x @ w["v"])
-
-
-def mlp(x: Any, w: Any, act: Callable = jnp.tanh) -> Any:
-    return act(norm(x, w["scale"]) @ w["up"]) @ w["down"]
-
-
-def layer(x: Any, w: Any, mask: Any = None, act: Callable = jnp.tanh, bias: Any = 0.0) -> Any:
-    x = x + attend(norm(x, w["norm"]), w, mask, bias)
-    return x + mlp(x, w, act)
-
-
-def one(hidden: int = 20) -> dict[str, Any]:
-    names = {"q": MATRIX, "k": MATRIX, "v": MATRIX, "norm": VECTOR, "scale": VECTOR}
-    return names | {"up": f(12, hidden), "down": f(hidden, 12)}
-
-
-def model(apply: Callable, layers: int, **more: Any) -> tuple[Callable, Any]:
-    """A language model whose layers are `apply(params, x) -> x`, and its arguments."""
-
-    def loss(params: Any, tokens: Any, labels: Any) -> Any:
-        x = apply(params, params["table"][tokens])
-        x, *rest = x if isinstance(x, tuple) else (x,)
-        return picked(norm(x, params["final"]) @ params["table"].T, labels), rest
-
-    params = {"table": f(17, 12), "final": VECTOR, "layers": [one() for _ in range(layers)]} | more
-    return loss, (params, i(3, 7), i(3, 7))
-
 
 def test_a_plain_loop() -> None:
     def apply(params: Any, x: Any) -> Any:
@@ -300,7 +261,7 @@ def test_a_first_layer_that_differs_stays_outside() -> None:
     (stack,) = check(loss, args)
     assert stack.layers == 3
     _, _, (refusal,) = found(loss, args)
-    assert "`tanh`" in refusal.why and "`sin`" in refusal.why and "test_layers.py" in refusal.why
+    assert "`tanh`" in refusal.why and "`sin`" in refusal.why and "loops.py" in refusal.why
 
 
 def test_one_norm_for_all_is_shared_and_tied_weights_stay_so() -> None:
@@ -323,24 +284,6 @@ def test_constants_of_each_layer_are_its_own() -> None:
     (stack,) = check(*model(apply, 4))
     values = [[float(v.val) for v in block.own if isinstance(v, Literal)] for block in stack.blocks]
     assert sorted(map(sorted, values)) == [[0.5, 2], [1.5, 3], [2.5, 4], [3.5, 5]]
-
-
-def dropout(key: Any, x: Any) -> Any:
-    return jnp.where(jax.random.bernoulli(key, 0.75, x.shape), x / 0.75, 0)
-
-
-def chained(key: Any, layers: int) -> Any:
-    for _ in range(layers):
-        key, sub = jax.random.split(key)
-        yield sub
-
-
-KEYS: dict[str, tuple[Callable, int]] = {
-    "split": (lambda key, n: list(jax.random.split(key, n)), 1),
-    "fold_in": (lambda key, n: [jax.random.fold_in(key, k) for k in range(n)], 1),
-    "chained": (chained, 2),
-    "chained, all at first": (lambda key, n: list(chained(key, n)), 2),
-}
 
 
 @pytest.mark.parametrize("how", KEYS)
@@ -514,7 +457,7 @@ def test_a_layer_in_the_middle_of_another_activation_splits_the_stack() -> None:
     _, stacks, refusals = found(*model(apply, 5))
     assert [s.layers for s in stacks] == [2, 2]
     assert len(refusals) == 2 and all("`tanh`" in r.why for r in refusals)
-    assert all("test_layers.py" in r.where for r in refusals)
+    assert all("loops.py" in r.where for r in refusals)
 
 
 def test_two_layers_of_which_one_is_wider_do_not_stack() -> None:
@@ -684,21 +627,6 @@ def test_blocks_say_the_same_thing_at_the_same_place() -> None:
         return [jaxpr.eqns[i].primitive.name for i in block.equations]
 
     assert names(stack.blocks[0]) == names(stack.blocks[1]) == names(stack.blocks[2])
-
-
-def random_layer(seed: int) -> Callable:
-    """A layer of random operations: (n, x, weights, shared) -> the next x, and another value."""
-
-    def run(n: int, x: Any, w: Any, shared: Any) -> tuple[Any, Any]:
-        rng, pool = np.random.default_rng(seed), [x, shared]
-        for _ in range(8):
-            a, b = (pool[rng.integers(len(pool))] for _ in range(2))
-            name = ("q", "k", "v")[rng.integers(3)]
-            made = (lambda a=a, b=b: a + b, lambda a=a, b=b: a * jnp.tanh(b), lambda a=a: 0.1 * n * a)
-            pool.append((*made, lambda a=a, name=name: a @ w[name])[rng.integers(4)]())
-        return norm(x + norm(x * pool[-1], w["scale"]) @ w["q"], w["norm"]), pool[-3]
-
-    return run
 
 
 @pytest.mark.parametrize("seed", range(30))

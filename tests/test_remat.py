@@ -226,6 +226,41 @@ def test_a_models_option_to_recompute_is_respected_or_overridden(scan: bool) -> 
     assert len(named(overridden.jaxpr)) == 7 * layers
 
 
+# ---------------------------------------------------------------- which tensors
+
+
+@pytest.mark.parametrize(
+    ("save", "keeps"),
+    [
+        (("mlpwi_?",), [STREAM, WIDE, WIDE]),
+        (("mlp*",), [STREAM, WIDE, WIDE]),
+        (("mlp",), [STREAM, WIDE, WIDE]),  # no name: the role of a dimension
+        (("embed",), [STREAM]),
+        ((lambda tensor: tensor.name.endswith("_0")), [STREAM, WIDE]),
+        ((lambda tensor: tensor.shape[-1] == 14 and tensor.dtype == "float32"), [STREAM, WIDE, WIDE]),
+        ((lambda tensor: ("mlp",) in tensor.roles), [STREAM, WIDE, WIDE]),
+    ],
+)
+def test_tensors_are_chosen_by_name_by_role_and_by_a_function(save: Any, keeps: list[str]) -> None:
+    assert kept(rewritten(step(model()), ARGS, Remat("custom", save=save)).jaxpr) == keeps
+    text = str(rewritten(unrolled(), (LISTED, *TOKENS), Remat("custom", save=save)).report)
+    assert text.count("saves") == 1
+
+
+def test_a_role_offloads_what_has_it() -> None:
+    found = rewritten(step(model()), ARGS, Remat("minimal", offload=("mlp",))).jaxpr
+    assert kept(found) == sorted([STREAM, *["float32<host>[2,8,14]"] * 2])
+
+
+def test_a_function_says_which_layers_and_no_plan_file_can() -> None:
+    remat = Remat("minimal", where=lambda layer: any("second" in names for names in layer.name_stacks))
+    assert len(remats(rewritten(two_stacks, ARGS, remat).jaxpr)) == 1
+    with pytest.raises(PlanError, match="says no to each of the 2 layers"):
+        rewritten(two_stacks, ARGS, Remat("minimal", where=lambda layer: False))
+    with pytest.raises(PlanError, match=r"\[remat\] where: .* cannot be written in a plan file"):
+        Plan({}, [remat]).dumps()
+
+
 # ---------------------------------------------------------------- where
 
 

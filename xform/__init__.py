@@ -11,23 +11,34 @@ del os, _HERE
 from xform import plans as plans  # noqa: E402  (after the path is complete)
 from xform.api import Lowered, Parallelized, Program, parallelize  # noqa: E402
 from xform.check import check  # noqa: E402
-from xform.errors import Decline, PlanError, RewriteError  # noqa: E402
+from xform.errors import Decline, PlanError, PromiseError, RewriteError  # noqa: E402
+from xform.passes.accumulate import Accumulate  # noqa: E402
+from xform.passes.chunkedloss import ChunkedLoss  # noqa: E402
+from xform.passes.narrow import Narrow  # noqa: E402
+from xform.passes.offload import Offload  # noqa: E402
 from xform.passes.remat import Remat  # noqa: E402
+from xform.passes.roll import Roll  # noqa: E402
 from xform.passes.shard import Shard  # noqa: E402
 from xform.plan import Pass, Plan  # noqa: E402
 from xform.report import Report  # noqa: E402
 
 __all__ = [
+    "Accumulate",
+    "ChunkedLoss",
     "Decline",
     "Lowered",
+    "Narrow",
+    "Offload",
     "Parallelized",
     "Pass",
     "Plan",
     "PlanError",
     "Program",
+    "PromiseError",
     "Remat",
     "Report",
     "RewriteError",
+    "Roll",
     "Shard",
     "check",
     "parallelize",

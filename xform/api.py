@@ -24,6 +24,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from xform.context import Context, Leaf
 from xform.errors import PlanError, RewriteError
+from xform.memory import Trial
 from xform.plan import Pass, Plan
 from xform.program import (
     Argument,
@@ -36,7 +37,9 @@ from xform.program import (
     signature,
     stacked_leaves,
 )
+from xform.promises import check_compiled
 from xform.report import Report
+from xform.sharding.memory import in_memory, laid, type_text
 from xform.sharding.placement import dtype_of, provisional, put, put_row, taken_apart
 from xform.state import (
     Element,
@@ -189,9 +192,9 @@ class Parallelized:
             else:
                 seen.append(program)
             values = gathered(program.in_groups, leaves)
-            values = [_constrain(x, s) for x, s in zip(values, program.in_shardings, strict=True)]
+            values = list(map(laid, values, program.in_shardings, (v.aval for v in program.jaxpr.invars)))
             outs = inline(program.jaxpr, *values)
-            outs = [_constrain(x, s) for x, s in zip(outs, program.out_shardings, strict=True)]
+            outs = list(map(laid, outs, program.out_shardings, map(typeof, outs)))
             result = jax.tree.unflatten(program.out_tree, scattered(program.out_groups, outs))
             return closed(result, _layouts_of(program, args, kwargs))
 
@@ -204,6 +207,8 @@ class Parallelized:
     def _specialize(self, leaves: Sequence[Any], tree: Any) -> Program:
         static = {i: x for i, x in enumerate(leaves) if not isinstance(x, Tracer | Element)}
         avals = tuple(_aval(x) for i, x in enumerate(leaves) if i not in static)
+        if any(getattr(p, "hosts", False) for p in self.plan.passes):
+            avals = tuple(in_memory(aval, jax.memory.Space.Device) for aval in avals)
         kinds = tuple((i, type(x), x) for i, x in static.items())  # 1, 1.0 and True are equal
         key = (tree, kinds, avals, trace_context())
         program = self._programs.get(key)
@@ -212,7 +217,30 @@ class Parallelized:
         return program
 
     def _make(self, tree: Any, static: dict[int, Any], avals: Sequence[Any]) -> Program:
-        report = Report()
+        """The program; a pass with a `settle` first decides, by trial of whole programs, what its plan leaves
+        open.
+        """
+        passes, report = list(self.plan.passes), Report()
+        for i, each in enumerate(passes):
+            if (settle := getattr(each, "settle", None)) is None:
+                continue
+
+            def trial(other: Pass, i: int = i, others: Sequence[Pass] = tuple(passes)) -> Trial:
+                tried = (*others[:i], other, *others[i + 1 :])
+                return Trial(self._made(tree, static, avals, tried, Report()), self.mesh)
+
+            passes[i] = settle(trial, report)
+        return self._made(tree, static, avals, passes, report)
+
+    def _made(
+        self,
+        tree: Any,
+        static: dict[int, Any],
+        avals: Sequence[Any],
+        passes: Sequence[Pass],
+        report: Report,
+    ) -> Program:
+        """The program that these passes make."""
         stages: list[Stage] = []
         numbers = [i for i in range(tree.num_leaves) if i not in static]
         inputs = input_leaves(tree, numbers, avals, donated_arguments(self._fn, self._options))
@@ -247,7 +275,7 @@ class Parallelized:
             differentiated = True
             return model(jaxpr, [passed.get(id(x), Leaf("", typeof(x))) for x in values])
 
-        model_passes = _of_stage(self.plan.passes, "model")
+        model_passes = _of_stage(passes, "model")
         name = getattr(self._fn, "__name__", "fn")
         start = time.perf_counter()
         paths = [leaf.path for leaf in inputs]
@@ -261,7 +289,7 @@ class Parallelized:
         else:
             jaxpr = trace_flat(flat, avals, name, paths)
         traced = time.perf_counter()
-        stacks = any(getattr(p, "stacks", False) for p in self.plan.passes)
+        stacks = any(getattr(p, "stacks", False) for p in passes)
         jaxpr, in_groups, out_groups = _stacked(
             jaxpr, inputs, next_state(tree, numbers, out_tree), report, stages, stacks
         )
@@ -273,7 +301,7 @@ class Parallelized:
             stacked_leaves(outputs, out_groups),
             moved_names(self.plan.axes, inputs, in_groups),
         )
-        jaxpr = _run(jaxpr, _of_stage(self.plan.passes, "step"), context, stages, "")
+        jaxpr = _run(jaxpr, _of_stage(passes, "step"), context, stages, "")
         rewritten = time.perf_counter()
         return Program(
             jaxpr,
@@ -353,7 +381,10 @@ class Lowered:
         return self.lowered.as_text()
 
     def compile(self) -> jax.stages.Compiled:
-        return self.lowered.compile()
+        """Compiles, and raises PromiseError where the result breaks a promise of a pass (on a TPU)."""
+        compiled = self.lowered.compile()
+        check_compiled(self.program.jaxpr, self.program.report, compiled)
+        return compiled
 
     def report(self) -> str:
         """What every pass did and left alone, a line each."""
@@ -395,18 +426,12 @@ def _run(jaxpr: Jaxpr, passes: Sequence[Pass], context: Context, stages: list[St
         before = jaxpr
         jaxpr = p.rewrite(jaxpr, context)
         name = type(p).__name__.lower()
-        if (was := _type(before)) != (now := _type(jaxpr)):
+        if (was := type_text(before)) != (now := type_text(jaxpr)):
             raise RewriteError(f"{name} made a program of type {now}; it was {was}")
         if jax.config.jax_enable_checks:
             check_jaxpr(jaxpr)
         stages.append(Stage(name + suffix, before, jaxpr))
     return jaxpr
-
-
-def _type(jaxpr: Jaxpr) -> str:
-    """The types of a program's inputs and results."""
-    takes, gives = ([v.aval.str_short() for v in variables] for variables in (jaxpr.invars, jaxpr.outvars))
-    return f"({', '.join(takes)}) -> ({', '.join(gives)})"
 
 
 def _of_stage(passes: Sequence[Pass], stage: str) -> tuple[Pass, ...]:
@@ -452,6 +477,8 @@ def _stacked(
         )
     for left in packed.left:
         report.declined("state", f"{left.what} ({left.bytes} bytes a step)", left.why, left.where)
+    for each in packed.reordered:
+        report.did("state", f"took {each.what} row by row", "another order rounds otherwise", each.where)
     return packed.jaxpr, packed.inputs, packed.outputs
 
 
@@ -492,7 +519,3 @@ def _struct(aval: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(
         aval.shape, aval.dtype, sharding=sharding, weak_type=getattr(aval, "weak_type", False)
     )
-
-
-def _constrain(x: Any, sharding: NamedSharding | None) -> Any:
-    return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)

@@ -297,9 +297,10 @@ def aot(options: argparse.Namespace) -> Answer:
         )
     except CompilerError as error:
         raise PlanError(f"the TPU compiler refuses the program: {error}") from error
-    notes = lowered.program.report.lines()
     if options.save_hlo:
         _write("--save-hlo", options.save_hlo, result.hlo_text)
+    result.check_promises(lowered.program.jaxpr, lowered.program.report)
+    notes = lowered.program.report.lines()
     if options.json:
         data = result.to_json()
         return json.dumps({**data, "notes": [*notes, *data["notes"]]}, indent=1), faults.OK

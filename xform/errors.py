@@ -9,6 +9,10 @@ class PlanError(ValueError):
     """The plan cannot be honoured: says which option, what is allowed and what to do instead."""
 
 
+class PromiseError(PlanError):
+    """The compiled program does not keep what a pass promised of it: says which tensor, and why."""
+
+
 class Decline(Exception):
     """Raised by a rule: this operation is mine, but I leave it alone, because (the message)."""
 

@@ -27,10 +27,10 @@ def _of(eqn: JaxprEqn) -> float:
         return max(inside, default=0.0)
     if inside:
         return float(eqn.params["length"] if eqn.primitive.name == "scan" else 1) * sum(inside)
-    return 2.0 * math.prod(shape_of(eqn.outvars[0])) * _terms(eqn) if eqn.outvars else 0.0
+    return 2.0 * math.prod(shape_of(eqn.outvars[0])) * terms(eqn) if eqn.outvars else 0.0
 
 
-def _terms(eqn: JaxprEqn) -> int:
+def terms(eqn: JaxprEqn) -> int:
     """How many products are summed into one element of the result; 0 for what is no product."""
     if eqn.primitive.name == "dot_general":
         (contracted, _), _ = eqn.params["dimension_numbers"]

@@ -12,6 +12,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
+
 from xform.trace import Jaxpr, JaxprEqn, in_shard_map, lazily
 
 OPAQUE: dict[str, str] = {
@@ -61,6 +63,16 @@ def equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
         yield eqn
         for body in bodies(eqn):
             yield from equations(body)
+
+
+def is_plain_jit(eqn: JaxprEqn) -> bool:
+    """Whether this is a call of jit that says nothing of where its arrays lie: its body can stand in its
+    place.
+    """
+    if eqn.primitive.name != "jit":
+        return False
+    layouts = (*eqn.params["in_shardings"], *eqn.params["out_shardings"])
+    return not any(isinstance(s, jax.sharding.Sharding) for s in layouts)
 
 
 def enter(eqn: JaxprEqn, f: Callable[[Jaxpr, int], Jaxpr]) -> dict[str, Any]:

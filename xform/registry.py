@@ -23,6 +23,11 @@ from xform.errors import PlanError
 GROUP = "xform.passes"
 
 BUILTIN: dict[str, str] = {
+    "chunkedloss": "xform.passes.chunkedloss:ChunkedLoss",
+    "accumulate": "xform.passes.accumulate:Accumulate",
+    "narrow": "xform.passes.narrow:Narrow",
+    "offload": "xform.passes.offload:Offload",
+    "roll": "xform.passes.roll:Roll",
     "remat": "xform.passes.remat:Remat",
     "shard": "xform.passes.shard:Shard",
 }

@@ -1,7 +1,7 @@
 """What every pass did to a program, what it left alone and why, and what it promised of the compiled result.
 
 The report is the log: nothing else prints. Passes call `did`, `declined` and `promised`; the command line and
-`Lowered.report()` render it.
+`Lowered.report()` render it. What can be checked in the compiled program is a `Promise` besides.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 Kind = Literal["did", "declined", "dropped", "promised"]
+Keeping = Literal["saved", "recomputed", "offloaded"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,11 +33,35 @@ class Note:
         return text
 
 
+@dataclasses.dataclass(frozen=True)
+class Promise:
+    """That a tensor is saved, computed again or on the host: what the compiled program can be held to.
+
+    tensor: the name it bears in the program, or, with `nbytes`, what it is: that many bytes of arguments a
+    device. where: the layers, as the report calls them.
+    """
+
+    pass_name: str
+    tensor: str
+    kind: Keeping
+    where: str = ""
+    nbytes: int = 0
+
+
+def amount(nbytes: float) -> str:
+    """Bytes as a person reads them: `1.62 GB`."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= scale:
+            return f"{nbytes / scale:.2f} {unit}"
+    return f"{nbytes:.0f} bytes"
+
+
 class Report:
     """Notes in the order in which they were made; the same note made n times stands once, with its count."""
 
     def __init__(self) -> None:
         self._counts: dict[Note, int] = {}
+        self._promises: dict[Promise, None] = {}
 
     def add(self, note: Note) -> None:
         self._counts[note] = self._counts.get(note, 0) + 1
@@ -53,6 +78,14 @@ class Report:
 
     def promised(self, pass_name: str, what: str, why: str = "", where: str = "") -> None:
         self.add(Note("promised", pass_name, what, why, where))
+
+    def promise(self, promise: Promise) -> None:
+        """What the compiled program is held to (`xform.promises`); the same promise stands once."""
+        self._promises[promise] = None
+
+    @property
+    def promises(self) -> tuple[Promise, ...]:
+        return tuple(self._promises)
 
     def __iter__(self) -> Iterator[tuple[Note, int]]:
         return iter(self._counts.items())

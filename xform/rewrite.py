@@ -48,7 +48,7 @@ class Site:
     rewrite.
     """
 
-    __slots__ = ("_builder", "_invars", "_names", "eqn", "index", "jaxpr", "path")
+    __slots__ = ("_builder", "_names", "_renamed", "eqn", "index", "jaxpr", "path")
 
     def __init__(
         self,
@@ -56,12 +56,12 @@ class Site:
         index: int,
         path: Path,
         jaxpr: Jaxpr,
-        invars: Sequence[Atom],
+        renamed: Callable[[Sequence[Atom]], Sequence[Atom]],
         builder: Callable[[], Builder],
         names: str,
     ) -> None:
         self.eqn, self.index, self.path, self.jaxpr = eqn, index, path, jaxpr
-        self._invars, self._builder, self._names = invars, builder, names
+        self._renamed, self._builder, self._names = renamed, builder, names
 
     @property
     def name(self) -> str:
@@ -75,8 +75,12 @@ class Site:
     @property
     def args(self) -> list[Value]:
         """The values the equation is applied to, to call JAX with."""
+        return self.values(self.eqn.invars)
+
+    def values(self, atoms: Sequence[Atom]) -> list[Value]:
+        """The values of variables of this body that were made before the equation, and of literals."""
         builder = self._builder()
-        return [builder.value(v) for v in self._invars]
+        return [builder.value(v) for v in self._renamed(atoms)]
 
     @property
     def avals(self) -> list[Any]:
@@ -124,7 +128,7 @@ class _Walk:
     def body(self, jaxpr: Jaxpr, path: Path, names: str) -> Jaxpr:
         new = _Body(jaxpr)
         for index, eqn in enumerate(jaxpr.eqns):
-            site = Site(eqn, index, path, jaxpr, new.renamed(eqn.invars), new.builder, names)
+            site = Site(eqn, index, path, jaxpr, new.renamed, new.builder, names)
             if not self.replaced(site, new):
                 new.carry(eqn, self.inside(site))
         return self.once(jaxpr, new.finish(self.name))

@@ -9,6 +9,7 @@ Traffic, arithmetic, trip counts and memory are those of a full compilation; wha
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 import subprocess
@@ -21,13 +22,15 @@ from typing import Any
 
 import jax
 
-from xform import hlo
+from xform import hlo, promises
 from xform.aot import child as aot_child
 from xform.aot.donation import Donation, donation
 from xform.errors import PlanError
 from xform.hlo import buffers
 from xform.hlo import costs as hlo_costs
+from xform.report import Report
 from xform.topologies import ENVIRONMENT, Topology, prepare_environment
+from xform.trace import Jaxpr
 
 POLL_SECONDS = 0.05
 PROGRESS_SECONDS = 5.0
@@ -77,6 +80,11 @@ class Result:
     def cycles(self) -> int | None:
         """The compiler's estimate of its own compute: no kernels, collectives or waiting; not a step time."""
         return self.costs.cycles if self.full else None
+
+    def check_promises(self, jaxpr: Jaxpr, report: Report) -> None:
+        """Raises PromiseError where this program, compiled from `jaxpr`, breaks a promise of the report."""
+        devices = math.prod(self.mesh.values())
+        promises.check(jaxpr, report, self.hlo_text, self.costs, self.memory, devices)
 
     def to_json(self) -> dict[str, Any]:
         costs = self.costs

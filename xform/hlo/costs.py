@@ -17,6 +17,7 @@ import dataclasses
 import functools
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from xform.hlo import collectives as hlo_collectives
@@ -66,6 +67,7 @@ class Costs:
     dot_flops: dict[str, float] = dataclasses.field(
         default_factory=dict
     )  # by phase: forward, backward, remat
+    again: Counter[float] = dataclasses.field(default_factory=Counter)  # of phase remat: by flops of one
     kernels: dict[str, Kernel] = dataclasses.field(default_factory=dict)
     cycles: int = 0
     scopes: dict[str, int] = dataclasses.field(default_factory=dict)  # cycles by the model's name stack
@@ -90,6 +92,7 @@ class Costs:
                 mine.setdefault(kind, Traffic()).merge(part)
         for phase, flops in other.dot_flops.items():
             self.dot_flops[phase] = self.dot_flops.get(phase, 0.0) + flops
+        self.again.update(other.again)
         for name, part_kernel in other.kernels.items():
             kernel = self.kernels.setdefault(name, Kernel())
             kernel.count += part_kernel.count
@@ -199,6 +202,8 @@ class _Reader:
             phase = phase_of(instruction.op_name)
             flops = (_dot_flops if opcode == "dot" else _convolution_flops)(computation, instruction)
             self.costs.dot_flops[phase] = self.costs.dot_flops.get(phase, 0.0) + flops * times
+            if phase == "remat":
+                self.costs.again[flops] += times
         elif base(opcode) in OPCODES and not opcode.endswith("-done"):
             found = hlo_collectives.read(computation, instruction, devices, self.mesh)
             self.collective(found, times, asynchronous or opcode.endswith("-start"))

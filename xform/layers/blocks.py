@@ -14,7 +14,7 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from xform.higher_order import bodies, equations
-from xform.layers.repeats import Step, View, alike, kind_of
+from xform.layers.repeats import Step, View, alike, kind_of, one
 from xform.trace import Atom, DropVar, JaxprEqn, Literal, Var, shape_of
 
 
@@ -149,7 +149,7 @@ def _classified(
         for atoms in zip(*ins, strict=True):
             inside = images.get(atoms[0]) if isinstance(atoms[0], Var) else None
             takes = [known.get(id(atoms[-1]))] if len(atoms) == len(row) else carried
-            if any(each is not None and _starts(each, atoms) for each in (inside, *takes)):
+            if any(each is not None and _starts(view, each, atoms) for each in (inside, *takes)):
                 continue
             if all(view.same(atoms[0], b) for b in atoms[1:]):
                 if isinstance(atoms[0], Var):
@@ -161,8 +161,8 @@ def _classified(
     return Rows(table, carried, results, list(own.values()), list(shared))
 
 
-def _starts(row: Sequence[Any], atoms: Sequence[Any]) -> bool:
-    return all(a is b for a, b in zip(row, atoms, strict=False))
+def _starts(view: View, row: Sequence[Any], atoms: Sequence[Any]) -> bool:
+    return all(one(view, a, b) for a, b in zip(row, atoms, strict=False))
 
 
 def _levels(view: View, rows: Rows) -> list[int]:
@@ -193,12 +193,14 @@ def grown(view: View, rows: Rows) -> Rows:
     owner, levels = rows.owner(), _levels(view, rows)
     place: dict[Var, tuple[int, int]] = {}
     classes: list[tuple[Var, ...]] = []
+    todo = [row for row in rows.carried if all(isinstance(v, Var) for v in row)]
 
     def add(row: tuple[int | None, ...]) -> None:
         if None not in row:
             for variables in zip(*(view.eqns[i].outvars for i in row if i is not None), strict=True):
                 place.update((v, (len(classes), n)) for n, v in enumerate(variables))
                 classes.append(variables)
+                todo.append(variables)
 
     for row in rows.equations:
         add(row)
@@ -228,10 +230,8 @@ def grown(view: View, rows: Rows) -> Rows:
         ]
         return hits[0] if len(hits) == 1 else None
 
-    at = 0
-    while at < len(classes):
-        variables, last = classes[at], rows.blocks - 1
-        at += 1
+    last = rows.blocks - 1
+    for variables in todo:  # which grows
         for j in view.readers.get(variables[-1], ()):
             if j < 0 or j in owner or j in view.taken:
                 continue

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from xform.higher_order import bodies
+from xform.higher_order import OPAQUE, bodies
 from xform.printing.keys import Fingerprints
 from xform.printing.phrases import SILENT
 from xform.printing.spell import const_key, spell
@@ -45,17 +45,23 @@ class Keys:
         self._prints = Fingerprints()
 
     def of(self, eqn: JaxprEqn) -> int:
+        return self._number((self.shell(eqn), tuple(map(self._prints.digest, bodies(eqn)))))
+
+    def shell(self, eqn: JaxprEqn) -> int:
+        """What it does but for its bodies."""
         inside = bodies(eqn)
         silent = (SILENT | {"name"} if inside else SILENT) - {"bwd"}
         params = tuple((k, self._param(eqn, v)) for k, v in eqn.params.items() if k not in silent)
         split = tuple(map(len, eqn.params["ft_in"].unpack())) if eqn.primitive.name == "scan" else ()
         types = tuple(map(kind_of, eqn.outvars))
-        whole = (eqn.primitive.name, params, split, types, len(eqn.invars))
-        return self._numbers.setdefault(whole, len(self._numbers))
+        return self._number((eqn.primitive.name, params, split, types, len(eqn.invars)))
+
+    def _number(self, thing: Hashable) -> int:
+        return self._numbers.setdefault(thing, len(self._numbers))
 
     def _param(self, eqn: JaxprEqn, value: Any) -> Hashable:
         if isinstance(value, Jaxpr):
-            return "body", self._prints.digest(value)
+            return "body", self._prints.digest(value) if eqn.primitive.name in OPAQUE else None
         if isinstance(value, PLAIN):
             return type(value).__name__, value
         if isinstance(value, (tuple, list)):
@@ -160,7 +166,7 @@ def match(
         minus, _, a, b = heapq.heappop(heap)
         j, i = -minus, view.made_by(a)
         if b in taking or (not taking and j in left):
-            if step.carried.setdefault(b, a) is not a:
+            if not one(view, step.carried.setdefault(b, a), a):
                 step.differences.append((a, b))
         elif i is None or b in beyond or not _matches(view, step, left, i, j, a, b):
             step.stops.append((a, b))
@@ -170,6 +176,11 @@ def match(
             for x, y in zip(view.eqns[i].invars, view.eqns[j].invars, strict=True):
                 meet(x, y)
     return step
+
+
+def one(view: View, a: Atom, b: Atom) -> bool:
+    """Whether two values are one; of a literal each reader has an object of its own."""
+    return a is b or (isinstance(a, Literal) and view.same(a, b))
 
 
 def _matches(view: View, step: Step, left: set[int], i: int, j: int, a: Atom, b: Var) -> bool:

@@ -21,6 +21,8 @@ from xform.higher_order import bodies, scan_parts
 from xform.layers.blocks import cycle, grown, merged, sublayers
 from xform.layers.repeats import Keys, View, alike
 from xform.layers.unrolled import Candidate, Finder, Kinds, Miss, meets
+from xform.printing.phrases import SILENT
+from xform.printing.spell import spell
 from xform.rewrite import Path
 from xform.roles import Roles
 from xform.trace import Atom, Jaxpr, JaxprEqn, Var, source_line
@@ -50,7 +52,8 @@ class Stack:
     """The layers of one encoder or decoder.
 
     index: the number of the scan's equation; unrolled, that of the first equation. period: layers a block, or
-    a turn of the scan. shared: what all blocks read alike.
+    a turn of the scan. shared: what all blocks read alike. within: the stacks in the body of a scan, with
+    paths from there.
     """
 
     path: Path
@@ -60,6 +63,7 @@ class Stack:
     period: int
     layers: int
     shared: tuple[Atom, ...]
+    within: tuple[Stack, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +132,8 @@ class _Search:
         within.body(child.jaxpr, child, ())
         period = sum(stack.layers for stack in within.stacks) or 1
         shared = tuple(eqn.invars[i] for i in range(consts) if i not in sliced)
-        return Stack(path, "scanned", index, (), period, eqn.params["length"] * period, shared)
+        layers = eqn.params["length"] * period
+        return Stack(path, "scanned", index, (), period, layers, shared, tuple(within.stacks))
 
     def unrolled(self, view: View, candidate: Candidate, path: Path) -> Stack:
         """The stack that blocks side by side are, with all that they do alike, whole cycles as one block."""
@@ -165,7 +170,7 @@ class _Search:
                 where, f"{self.told(view, b)} stands where the block before has {self.told(view, a)}"
             )
         inner = self.inside(view.eqns[one], view.eqns[other])
-        before, after = (written(eqn) for eqn in inner)
+        before, after = written(*inner), written(*inner[::-1])
         return Refusal(where, f"{after} stands where the block before has {before}")
 
     def inside(self, one: JaxprEqn, other: JaxprEqn) -> tuple[JaxprEqn, JaxprEqn]:
@@ -193,6 +198,14 @@ def literals(eqn: JaxprEqn) -> list[str]:
     return [str(v.val) for v in eqn.invars if not isinstance(v, Var)]
 
 
-def written(eqn: JaxprEqn) -> str:
-    """An equation's operation, its literals and the user's line."""
-    return " ".join((f"`{' '.join((eqn.primitive.name, *literals(eqn)))}`", f"({source_line(eqn)})"))
+def written(eqn: JaxprEqn, other: JaxprEqn | None = None) -> str:
+    """An equation's operation, its literals, the parameters in which it differs from the other, if they are
+    the same operation, or else the types, and the user's line.
+    """
+    words = [eqn.primitive.name, *literals(eqn)]
+    if other is not None and other.primitive is eqn.primitive:
+        params = [(k, spell(v)) for k, v in eqn.params.items() if k not in SILENT and k in other.params]
+        words += [f"{k}={text}" for k, text in params if text != spell(other.params[k])]
+        if literals(eqn) == literals(other) and len(words) == 1 + len(literals(eqn)):
+            words += [v.aval.str_short() for v in eqn.outvars]
+    return f"`{' '.join(words)}` ({source_line(eqn)})"

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -66,7 +66,7 @@ class Placed:
     arrays: one for each group of the layout, in its order; a row of n leaves of shape [...] is [n, ...].
     """
 
-    def __init__(self, layout: Layout, arrays: Sequence[Any]) -> None:
+    def __init__(self, layout: Layout, arrays: Iterable[Any]) -> None:
         self.layout, self.arrays = layout, tuple(arrays)
 
     def opened(self) -> Any:

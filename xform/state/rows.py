@@ -6,9 +6,10 @@
       n0 = sub w0 (mul g0 0.1) ...                   return n
       return n0 n1 n2
 
-`xform.state.search` finds the rows, and `xform.state.writing` writes the program over them: an equation of a
-row is its first member's, batched by `jax.vmap`, with what all share unbatched; loops and branches take and
-give rows whole; what reads a single element takes it from the row. Everything else is carried over.
+`xform.state.search` proposes rows, `xform.state.settling` says which hold, and `xform.state.writing` writes
+the program over them: an equation of a row is its first member's, batched by `jax.vmap`, with what all share
+unbatched; loops and branches take and give rows whole; a chain of additions over a row is one sum of it; what
+reads a single element takes it from the row. Everything else is carried over.
 """
 
 from __future__ import annotations
@@ -16,13 +17,17 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 
+from jax.lax import stack_p, unstack_p
+
 from xform.higher_order import equations
-from xform.stacking import stack_p, unstack_p
-from xform.state.search import Rows, size
-from xform.state.writing import Left, Notes, Writer, stacked
+from xform.state.groups import size
+from xform.state.notes import Left, Notes, Reordered
+from xform.state.placed import row_path
+from xform.state.settling import Rows
+from xform.state.writing import Writer, stacked
 from xform.trace import Jaxpr, Value, Var, source_line, trace_flat
 
-__all__ = ["Left", "Packed", "pack"]
+__all__ = ["Left", "Packed", "Reordered", "pack"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,13 +37,14 @@ class Packed:
     inputs: for each new input the old ones that it is: (i,), or a row in the order in which it is stacked;
         each old one is in exactly one, and they are ordered by their first. A row of n is [n, ...].
     outputs: the same for the outputs.
-    left: stacks and slices that remain.
+    left: stacks and slices that remain. reordered: sums that are taken row by row.
     """
 
     jaxpr: Jaxpr
     inputs: tuple[tuple[int, ...], ...]
     outputs: tuple[tuple[int, ...], ...]
     left: tuple[Left, ...]
+    reordered: tuple[Reordered, ...] = ()
 
 
 def pack(
@@ -55,7 +61,7 @@ def pack(
     """
     if not any(eqn.primitive in (stack_p, unstack_p) for eqn in equations(jaxpr)):
         return None
-    rows = Rows(jaxpr, paths, keep)
+    rows = Rows(jaxpr, paths, keep, state or {})
     stored = [g.rows[0].vars for g in rows.groups if g.alive and not g.members]
     inputs = _grouped(len(jaxpr.invars), [tuple(rows.scopes.inputs[v] for v in row) for row in stored])
     outputs = _outputs(jaxpr, rows, inputs, state or {})
@@ -70,11 +76,13 @@ def pack(
         return [writer.take([jaxpr.outvars[i] for i in group]) for group in outputs]
 
     names = jaxpr.debug_info.safe_arg_names(len(jaxpr.invars))
-    new = trace_flat(flat, avals, jaxpr.debug_info.func_name, [names[group[0]] for group in inputs])
-    for op, why in rows.remaining():
-        what = f"{op.eqn.primitive.name} of {op.eqn.invars[0].aval.str_short()}"
-        notes.add(what, sum(map(size, op.eqn.outvars)), why, source_line(op.eqn))
-    return Packed(new, inputs, outputs, notes.all())
+    new = trace_flat(
+        flat, avals, jaxpr.debug_info.func_name, [row_path([names[i] for i in g]) for g in inputs]
+    )
+    for eqn, why in rows.remaining():
+        what = f"{eqn.primitive.name} of {eqn.invars[0].aval.str_short()}"
+        notes.add(what, sum(map(size, eqn.outvars)), why, source_line(eqn))
+    return Packed(new, inputs, outputs, notes.left(), notes.sums())
 
 
 def _grouped(count: int, rows: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:

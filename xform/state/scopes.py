@@ -28,8 +28,8 @@ ENTERED = ("scan", "while", "cond", "jit", "remat2", "optimization_barrier")
 class Op:
     """An equation of a scope.
 
-    key: what it does. sense: what it does to what, down to the inputs. depth: how many equations it waits
-        for. claim: the group that it was proposed for.
+    key: what it does, to what types. sense: what it does to what, down to the inputs. depth: how many
+        equations it waits for. claim: the group that it was proposed for.
     """
 
     scope: Scope
@@ -123,7 +123,7 @@ class Scopes:
             self._sense[v] = self._number(("const", v.aval, const_key(value)))
         depths: dict[Var, int] = {}
         for index, eqn in enumerate(jaxpr.eqns):
-            key = self._number((self._keys.of(eqn), eqn.ctx, *(v.aval for v in eqn.outvars)))
+            key = self._number((self._keys.of(eqn), eqn.ctx, *(v.aval for v in (*eqn.invars, *eqn.outvars))))
             sense = self._number((key, *map(self._of, eqn.invars)))
             read = [v for v in eqn.invars if isinstance(v, Var)]
             op = Op(scope, index, eqn, key, sense, 1 + max((depths.get(v, 0) for v in read), default=0))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import heapq
 import itertools
 from collections.abc import Sequence
@@ -14,8 +14,11 @@ import numpy as np
 
 from xform.errors import RewriteError
 from xform.higher_order import hoist, scan_parts
+from xform.state.chains import REDUCTIONS, Chain
+from xform.state.groups import Group, Row, joins, size, stackable, stacks, unstacks
+from xform.state.notes import Notes, line, name, why_alone
 from xform.state.scopes import Entry, Op, Port, Scope
-from xform.state.search import Group, Row, Rows, size, stackable, stacks, unstacks
+from xform.state.settling import Rows, Unit
 from xform.trace import (
     Atom,
     DropVar,
@@ -29,41 +32,14 @@ from xform.trace import (
     bind,
     fitted,
     inline,
+    shape_of,
     source_line,
     trace_flat,
     typeof,
 )
 
-RETURNED = "what is returned"
-
 Lane = tuple[int, ...]
 """Numbers of operands, or of results, that go together: of one, or of a row in its order."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Left:
-    """A stack or a slice that remains: what, how many bytes it copies, why, and the user's line."""
-
-    what: str
-    bytes: int
-    why: str
-    where: str
-
-    def __str__(self) -> str:
-        return f"{self.what}, {self.bytes} bytes: {self.why}" + (f" ({self.where})" if self.where else "")
-
-
-class Notes:
-    """What remains, the same things added up."""
-
-    def __init__(self) -> None:
-        self._bytes: dict[tuple[str, str, str], int] = {}
-
-    def add(self, what: str, count: int, why: str, where: str) -> None:
-        self._bytes[what, why, where] = self._bytes.get((what, why, where), 0) + count
-
-    def all(self) -> tuple[Left, ...]:
-        return tuple(Left(what, count, why, where) for (what, why, where), count in self._bytes.items())
 
 
 class Writer:
@@ -95,7 +71,7 @@ class Writer:
 
     def batch(self, column: Sequence[Atom], reader: Op | None) -> tuple[Value, int | None]:
         """A column of operands, and the axis of its row: none where all are the same."""
-        if self.rows.scopes.shared(column):
+        if self.rows.same(column):
             return self.read(column[0], reader), None
         row = self.rows.row(column)
         if row is not None:
@@ -114,8 +90,8 @@ class Writer:
         found = self.rows.element(atom)
         if atom not in self.values and found is not None:
             if not stackable(atom):
-                what = f"{atom.aval.str_short()} taken out of {len(found[0].vars)} for {_name(reader)}"
-                self.notes.add(what, size(atom), _why_alone(self.rows, found[0], reader), _line(reader))
+                what = f"{atom.aval.str_short()} taken out of {len(found[0].vars)} for {name(reader)}"
+                self.notes.add(what, size(atom), why_alone(self.rows, found[0], reader), line(reader))
             self._take_out(atom, *found)
         return self.values[atom]
 
@@ -124,17 +100,44 @@ class Writer:
 
     def _built(self, column: Sequence[Atom], reader: Op | None) -> Value:
         if not stackable(column[0]):
-            what = f"{len(column)} of {column[0].aval.str_short()} stacked for {_name(reader)}"
+            what = f"{len(column)} of {column[0].aval.str_short()} stacked for {name(reader)}"
             why = self.rows.difference(column)
-            self.notes.add(what, len(column) * size(column[0]), why, _line(reader))
+            self.notes.add(what, len(column) * size(column[0]), why, line(reader))
         places = [self.rows.element(v) if isinstance(v, Var) else None for v in column]
         first = places[0]
-        if first is not None and all(p == (first[0], first[1] + i) for i, p in enumerate(places)):
+        if (
+            first is not None
+            and first[0] in self.whole
+            and all(p == (first[0], first[1] + i) for i, p in enumerate(places))
+        ):
             return jax.lax.slice_in_dim(self.whole[first[0]], first[1], first[1] + len(column))
+        if stackable(column[0]) and (value := self._picked(column, places, reader)) is not None:
+            return value
         for v, place in zip(column, places, strict=True):
             if isinstance(v, Var) and place is not None and v not in self.values:
                 self._take_out(v, *place)
         return jnp.stack([self.read(v, reader) for v in column])
+
+    def _picked(
+        self, column: Sequence[Atom], places: Sequence[tuple[Row, int] | None], reader: Op | None
+    ) -> Value | None:
+        """A column out of the rows that its elements are in, joined; None where these are no fewer."""
+        known = [place if place is not None and place[0] in self.whole else None for place in places]
+        rows = dict.fromkeys(place[0] for place in known if place is not None)
+        single = [v for v, place in zip(column, known, strict=True) if place is None]
+        if len(rows) + len(single) >= len(column):
+            return None
+        starts: dict[Row, int] = {}
+        count = 0
+        for row in rows:
+            starts[row] = count
+            count += len(row.vars)
+        rest = itertools.count(count)
+        index = [next(rest) if place is None else starts[place[0]] + place[1] for place in known]
+        parts = [self.whole[row] for row in rows]
+        parts += [jnp.stack([self.read(v, reader) for v in single])] if single else []
+        joined = jnp.concatenate(parts)
+        return joined.at[np.asarray(index)].get(mode="promise_in_bounds", wrap_negative_indices=False)
 
     # ------------------------------------------------------------ equations
 
@@ -147,28 +150,32 @@ class Writer:
                 for unit in units:
                     self._write(unit)
 
-    def _plain(self, unit: Group | Op) -> bool:
+    def _plain(self, unit: Unit) -> bool:
         """Whether it is carried over as it is."""
-        if isinstance(unit, Group):
+        if not isinstance(unit, Op):
             return False
         if unstacks(unit.eqn):
             return not unit.claim.alive
+        if joins(unit.eqn):
+            small = all(map(stackable, unit.eqn.invars))
+            inside = any(self.rows.element(v) for v in unit.eqn.invars if isinstance(v, Var))
+            return self.rows.row(unit.eqn.invars) is None and not (small and inside)
         if stacks(unit.eqn):
             column = unit.eqn.invars
             elements = [self.rows.element(v) for v in column if isinstance(v, Var)]
-            return not any(elements) and not self.rows.scopes.shared(column)
+            return not any(elements) and not self.rows.same(column)
         return unit.entry is None or not _changed(unit.entry)
 
-    def _schedule(self) -> list[Group | Op]:
+    def _schedule(self) -> list[Unit]:
         needs = self.rows.units(self.scope)
         number = {unit: i for i, unit in enumerate(needs)}
         waits = {unit: len(before) for unit, before in needs.items()}
-        after: dict[Group | Op, list[Group | Op]] = {}
+        after: dict[Unit, list[Unit]] = {}
         for unit, before in needs.items():
             for each in before:
                 after.setdefault(each, []).append(unit)
         ready = [number[unit] for unit, count in waits.items() if not count]
-        units, order = list(needs), list[Group | Op]()
+        units, order = list(needs), list[Unit]()
         while ready:
             unit = units[heapq.heappop(ready)]
             order.append(unit)
@@ -199,13 +206,18 @@ class Writer:
         values = [self.read(v, op) for v, op in reads.items()]
         self.values.update(zip(outs, inline(run, *values), strict=True))
 
-    def _write(self, unit: Group | Op) -> None:
-        eqn = (unit if isinstance(unit, Op) else _first(unit)).eqn
+    def _write(self, unit: Unit) -> None:
+        eqn = _op(unit).eqn
         with at_equation(eqn):
             if isinstance(unit, Group):
                 self._batched(unit, eqn)
+            elif isinstance(unit, Chain):
+                self._reduced(unit, eqn)
             elif stacks(eqn):
                 self.values[eqn.outvars[0]] = self.take(eqn.invars, unit)
+            elif joins(eqn):
+                value = self.take(eqn.invars, unit)
+                self.values[eqn.outvars[0]] = value.reshape(shape_of(eqn.outvars[0]))
             elif unstacks(eqn):
                 self.put(eqn.outvars, self.read(eqn.invars[0], unit))
             else:
@@ -214,7 +226,7 @@ class Writer:
 
     def _batched(self, group: Group, eqn: JaxprEqn) -> None:
         """The equations of a group as one, its first batched."""
-        operands = [self.batch(column, _first(group)) for _, column in group.columns]
+        operands = [self.batch(column, _op(group)) for _, column in group.columns]
         axes = [axis for _, axis in operands]
         count = len(group.members)
 
@@ -223,10 +235,11 @@ class Writer:
                 return bind(eqn, args, eqn.params)
 
         values = [value for value, _ in operands]
-        if any(axis is not None for axis in axes):
-            outs = jax.vmap(one, in_axes=tuple(axes), out_axes=0)(*values)
-        else:
-            outs = [jnp.broadcast_to(out, (count, *out.shape)) for out in one(*values)]
+        if group in self.rows.uniform:
+            for row, out in zip(group.rows, one(*values), strict=True):
+                self.values.update(dict.fromkeys(row.vars, out))
+            return
+        outs = jax.vmap(one, in_axes=tuple(axes), out_axes=0)(*values)
         for row, out in zip(group.rows, outs, strict=True):
             aval = stacked(row.vars[0].aval, count)
             out = fitted(out, aval)
@@ -236,6 +249,15 @@ class Writer:
                     f" {typeof(out).str_short()}, not {aval.str_short()}"
                 )
             self.whole[row] = out
+
+    def _reduced(self, chain: Chain, eqn: JaxprEqn) -> None:
+        """A chain: its rows taken at once, then what they give and the other terms."""
+        reduce = REDUCTIONS[eqn.primitive.name]
+        terms = [reduce(self.take(row.vars, chain.last), axes=(0,)) for row in chain.rows]
+        terms += [self.read(atom, chain.last) for atom in chain.rest]
+        value = functools.reduce(lambda a, b: bind(eqn, [a, b], eqn.params)[0], terms)
+        self.values[eqn.outvars[0]] = fitted(value, eqn.outvars[0].aval)
+        self.notes.reordered(chain)
 
     # ------------------------------------------------------------ bodies
 
@@ -328,8 +350,9 @@ def stacked(aval: Any, count: int) -> Any:
     )
 
 
-def _first(group: Group) -> Op:
-    op = group.members[0]
+def _op(unit: Unit) -> Op:
+    """The equation that a unit is written as."""
+    op = unit.members[0] if isinstance(unit, Group) else unit.last if isinstance(unit, Chain) else unit
     assert isinstance(op, Op)
     return op
 
@@ -363,23 +386,3 @@ def _test_and_step(eqn: JaxprEqn) -> tuple[int, int]:
     """The numbers of the condition and of the body of a `while`."""
     names = [k for k, v in eqn.params.items() if isinstance(v, Jaxpr)]
     return names.index("cond_jaxpr"), names.index("body_jaxpr")
-
-
-def _name(reader: Op | None) -> str:
-    return RETURNED if reader is None else f"`{reader.eqn.primitive.name}`"
-
-
-def _line(reader: Op | None) -> str:
-    return "" if reader is None else source_line(reader.eqn)
-
-
-def _why_alone(rows: Rows, row: Row, reader: Op | None) -> str:
-    """Why something reads an element and not the row."""
-    if reader is None:
-        return "not all of them are returned, in order"
-    if reader.claim is not None and reader.claim.why:
-        return str(reader.claim.why)
-    for number, v in enumerate(row.vars):
-        if all(op.key != reader.key for op, _ in rows.scopes.readers.get(v, ())):
-            return f"number {number} is not used so"
-    return "the others are not used so, one by one"

@@ -1,0 +1,56 @@
+"""How products treat rows of the batch: paired or free they stay, contracted they are summed over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from xform.batch.states import SAME, SUM, Case, Mixes, Outcome, State, rows, rowwise
+
+
+def dot_general(case: Case) -> Outcome:
+    (lc, rc), (lb, rb) = case.params["dimension_numbers"]
+    left, right = case.states
+    if not (left.is_rows or right.is_rows):
+        return case.everywhere(_bilinear(left, right))
+    rowwise(case)
+    for s, t, contract, other, batch in ((left, right, lc, rc, lb), (right, left, rc, lc, rb)):
+        if not s.is_rows:
+            continue
+        if s.dim in contract:
+            if t != rows(other[contract.index(s.dim)], s.inner):
+                raise Mixes("the batch is contracted with what is not known to be rows of it")
+            return case.everywhere(SUM)
+        if s.dim in batch:
+            at = batch.index(s.dim)
+            if t != rows((rb if s is left else lb)[at], s.inner):
+                raise Mixes("rows meet what is not known to be rows of the same batch")
+            return case.everywhere(rows(at, s.inner))
+    if left.is_rows and right.is_rows:
+        raise Mixes("every row meets every other")
+    if left.is_rows:
+        return case.everywhere(rows(len(lb) + without((*lc, *lb), left.dim), left.inner))
+    before = len(case.shape(0)) - len(lc)
+    return case.everywhere(rows(before + without((*rc, *rb), right.dim), right.inner))
+
+
+def _bilinear(left: State, right: State) -> State:
+    parts = [s for s in (left, right) if s.is_part]
+    if len(parts) > 1 or (parts and parts[0] != SUM):
+        raise Mixes("not linear in a sum over the batch")
+    return parts[0] if parts else SAME
+
+
+def convolution(case: Case) -> Outcome:
+    left, right = case.states
+    if not (left.is_rows or right.is_rows):
+        return case.everywhere(_bilinear(left, right))
+    rowwise(case)
+    spec = case.params["dimension_numbers"]
+    if not right.is_same or left.dim != spec.lhs_spec[0] or case.params["batch_group_count"] > 1:
+        raise Mixes("a convolution along the batch")
+    return case.everywhere(rows(spec.out_spec[0], left.inner))
+
+
+def without(axes: Iterable[int], d: int) -> int:
+    """Where dimension d is when `axes` are gone."""
+    return d - sum(a < d for a in axes)
