@@ -116,6 +116,7 @@ class Remat:
     budget: str | int = ""
 
     stages: ClassVar[tuple[str, ...]] = ("model",)
+    after: ClassVar[tuple[str, ...]] = ("roll", "chunkedloss")
 
     def rewrite(self, jaxpr: Jaxpr, context: Context) -> Jaxpr:
         self._check()

@@ -455,3 +455,13 @@ def test_optimizers_of_other_kinds() -> None:
     assert below("0.layers.#.", found) == LAYER_ROLES
     rows = {key: value for key, value in found.items() if ".v_row." in key and "table" in key}
     assert set(rows.values()) <= {"embed", "vocab"} and rows
+
+
+def test_weights_that_the_program_stacks_are_weights() -> None:
+    def loss(p: Any, x: Any) -> Any:
+        layers = jax.tree.map(lambda *ws: lax.stack(ws), *p["layers"])
+        x, _ = lax.scan(lambda x, w: (layer(w, x), None), x, layers)
+        return jnp.mean(x * x)
+
+    found = inputs(told(loss, ({"layers": [LAYER, LAYER]}, f(2, 8, 12))))
+    assert below("0.layers.#.", found) == LAYER_ROLES

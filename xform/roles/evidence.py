@@ -251,10 +251,11 @@ def _constant_origin(scope: Scope, var: Var) -> set[str]:
 
 _MOVES = """
     transpose reshape squeeze broadcast_in_dim slice dynamic_slice convert_element_type copy
-    sharding_constraint reshard stop_gradient optimization_barrier reduce_precision gather rev split unstack
+    sharding_constraint reshard stop_gradient optimization_barrier reduce_precision gather rev split stack
+    unstack
 """
 MOVES = frozenset(_MOVES.split())
-"""Primitives whose result i is their operand i (or their only operand) in another shape."""
+"""Primitives whose result i is their operand i (or their first) in another shape; of a stack, one of its rows."""
 
 VALUES: dict[str, slice] = {
     "gather": slice(0, 1),
