@@ -23,7 +23,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.source_info_util import reset_name_stack
 
@@ -32,6 +31,7 @@ from xform.errors import Decline, PlanError
 from xform.higher_order import RULES, enter, equations, hoist
 from xform.layers import Refusal
 from xform.memory import Choice, Choices, Trial, find, layers_of, parse_size, tell
+from xform.memory.policies import POLICIES, Keep, Policy
 from xform.memory.selection import Tensor, selected, tensors_of
 from xform.registry import unknown
 from xform.report import Keeping, Promise, Report
@@ -45,48 +45,8 @@ Emit = Callable[..., Sequence[Any]]
 
 CHECKPOINT = "remat2"
 
-QKV = ("query_proj", "key_proj", "value_proj", "kv_proj", "qkv_proj")
-DOTS = (*QKV, "out_proj")
-MLP = ("mlpwi", "mlpwi_0", "mlpwi_1", "mlpwo", "moe_mlpwi_0", "moe_mlpwi_1", "moe_mlpwo")
-
 LATE = "outside a loop the compiler copies to the host as late as it likes: roll the layers"
 NESTED = "in a loop within a loop the compiler keeps most of it on the device: flatten the loops"
-
-POLICIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "none": ((), ()),
-    "full": ((), ()),
-    "minimal": ((*DOTS, *MLP), ()),
-    "minimal_with_context": ((*DOTS, *MLP, "context"), ()),
-    "minimal_with_quantization": ((*DOTS, *MLP, "quantization"), ()),
-    "minimal_with_context_and_quantization": ((*DOTS, *MLP, "context", "quantization"), ()),
-    "save_dot_with_context_except_mlp": ((*DOTS, "context"), ()),
-    "save_dot_except_mlpwi": ((*DOTS, "mlpwo", "moe_mlpwo"), ()),
-    "save_dot_except_mlp": (DOTS, ()),
-    "save_qkv_proj": (QKV, ()),
-    "save_out_proj": (("out_proj",), ()),
-    "qkv_proj_offloaded": ((), QKV),
-    "minimal_offloaded": ((), (*DOTS, *MLP)),
-    "custom": ((), ()),
-}
-"""What each policy saves on the device, and what on the host: MaxText's, nnx_decoders.py, with its drift
-mended: a fused projection is offloaded as well, and of experts both up-projections are saved."""
-
-Policy = Literal[
-    "none",
-    "full",
-    "minimal",
-    "minimal_with_context",
-    "minimal_with_quantization",
-    "minimal_with_context_and_quantization",
-    "save_dot_with_context_except_mlp",
-    "save_dot_except_mlpwi",
-    "save_dot_except_mlp",
-    "save_qkv_proj",
-    "save_out_proj",
-    "qkv_proj_offloaded",
-    "minimal_offloaded",
-    "custom",
-]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +120,7 @@ class Remat:
         return settled(found.tried.choice)
 
     def _has_made(self, policy: Any) -> bool:
-        return isinstance(policy, _Policy) and policy.open == self
+        return isinstance(policy, Keep) and policy.open == self
 
     def _check(self) -> None:
         """Options that cannot be together, or be at all."""
@@ -175,10 +135,10 @@ class Remat:
         except re.error as error:
             raise PlanError(f"remat.where = {self.where!r} is no regular expression: {error}") from None
 
-    def _policy(self, tensors: Sequence[Tensor]) -> _Policy:
+    def _policy(self, tensors: Sequence[Tensor]) -> Keep:
         """What is saved, and what is offloaded, of these tensors."""
         if self.budget != "":
-            return _Policy(frozenset(), frozenset(), self)
+            return Keep(frozenset(), frozenset(), self)
         mine, theirs = (
             selected(each, tensors, f"remat.{option}")
             for option, each in (("save", self.save), ("offload", self.offload))
@@ -186,7 +146,7 @@ class Remat:
         if both := mine & theirs:
             raise PlanError(f"remat: {', '.join(sorted(both))} cannot be both saved and offloaded")
         save, offload = map(frozenset, POLICIES[self.policy])
-        return _Policy((save | mine) - theirs, (offload | theirs) - mine)
+        return Keep((save | mine) - theirs, (offload | theirs) - mine)
 
     def _treats(self, layer: Layer) -> bool:
         if callable(self.where):
@@ -221,46 +181,10 @@ class Remat:
         return rewrite(jaxpr, rule, context.report, "remat")
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
-class _Policy:
-    """What is saved and what is offloaded, as `jax.checkpoint` asks it of each operation.
-
-    open: the pass whose budget is to choose; until then all tensors are named.
-    """
-
-    save: frozenset[str]
-    offload: frozenset[str]
-    open: Remat | None = None
-
-    def __call__(self, *args: Any, **params: Any) -> Any:
-        return self._jax(*args, **params)
-
-    def __repr__(self) -> str:  # a set of strings is written in another order in each process
-        return f"save {', '.join(sorted(self.save)) or '-'}; offload {', '.join(sorted(self.offload)) or '-'}"
-
-    @functools.cached_property
-    def _jax(self) -> Callable[..., Any]:
-        return jax.checkpoint_policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=sorted(self.save),
-            names_which_can_be_offloaded=sorted(self.offload),
-            offload_src="device",
-            offload_dst="pinned_host",
-        )
-
-    def names(self, name: str | None) -> bool:
-        """Whether a tensor gets its name, if it has one."""
-        return name is not None and (self.open is not None or name in self.save or name in self.offload)
-
-    def checkpoint(self, f: Callable[..., Any], in_loop: bool) -> Callable[..., Any]:
-        """`f` so that only what the policy says is there for its backward pass."""
-        says = self.save or self.offload or self.open is not None
-        return jax.checkpoint(f, policy=self if says else None, prevent_cse=not in_loop)
-
-
 class _Wrap:
     """Names the tensors of layers, and wraps the layers."""
 
-    def __init__(self, policy: _Policy, layers: Sequence[Layer], report: Report) -> None:
+    def __init__(self, policy: Keep, layers: Sequence[Layer], report: Report) -> None:
         self.policy, self.layers, self.report = policy, layers, report
 
     def body(self, jaxpr: Jaxpr, path: Path) -> Jaxpr:
@@ -343,7 +267,7 @@ def _apart(emit: Emit) -> Emit:
     return apart
 
 
-def _naming(names: Mapping[Place, str], policy: _Policy) -> Rule:
+def _naming(names: Mapping[Place, str], policy: Keep) -> Rule:
     """The rule that names results."""
 
     def rule(site: Site) -> Sequence[Any] | None:

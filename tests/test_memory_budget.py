@@ -14,10 +14,11 @@ from tests.layers import TOKENS
 from tests.test_remat import ARGS, LAYERS, LISTED, PARAMS, kept, model, rewritten, step, unrolled
 from xform import Plan, PlanError, Shard, check, parallelize, topologies
 from xform.memory import Choices, find, parse_size
+from xform.memory.policies import POLICIES
 from xform.memory.recompute import Layer, Part
 from xform.memory.speeds import Speeds
 from xform.models import encoder_decoder, gpt2, llama
-from xform.passes.remat import POLICIES, Remat
+from xform.passes.remat import Remat
 from xform.rewrite import rewrite
 
 SPEEDS = Speeds(1.0, 1.0, 1.0)

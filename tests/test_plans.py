@@ -3,7 +3,7 @@
 import pytest
 
 from tests import public
-from xform import plans
+from xform import Accumulate, ChunkedLoss, Narrow, Offload, Plan, Remat, Roll, Shard, plans
 from xform.check import check
 from xform.models import encoder_decoder, gpt2, llama
 
@@ -20,6 +20,19 @@ MORE_PLANS = {
     "tensor_2d": plans.tensor_2d(2, 4),
     "megatron_sp": plans.megatron_sp(2, 4),
 }
+MEMORY = Plan(
+    {"fsdp": 4, "tensor": 2},
+    [
+        Roll(),
+        ChunkedLoss(chunks=2),
+        Remat(policy="save_qkv_proj"),
+        Accumulate(steps=2),
+        Narrow(),
+        Shard(),
+        Offload(),
+    ],
+)
+"""All that decides what lives where and when, at once."""
 OURS = {"llama": llama, "gpt2": gpt2, "encoder_decoder": encoder_decoder}
 SIZES = {"size": "tiny", "layers": 2, "batch": 8, "length": 16}
 
@@ -73,3 +86,13 @@ def test_unrolled_and_packed_llama_has_the_loss_and_gradients_of_one_device(pack
 @pytest.mark.parametrize("name", OURS)
 def test_decoding_agrees(name):
     _agrees(*OURS[name].decode_step(**SIZES), plans.fsdp_tensor(4, 2))
+
+
+@pytest.mark.slow  # compiles a training step of unrolled layers for one device, and one of loops for eight
+@pytest.mark.parametrize("name", [*OURS, "public llama", "public t5", "public vit"])
+def test_every_pass_over_memory_at_once_trains_as_on_one_device(name):
+    if name in OURS:
+        fn, args = OURS[name].train_step(**SIZES, scan=False, dtype="float32")
+    else:
+        fn, args = public.train_step(name.removeprefix("public "))
+    _agrees(fn, args, MEMORY, steps=2)

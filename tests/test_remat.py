@@ -12,8 +12,9 @@ from jax.ad_checkpoint import checkpoint_name
 from tests.layers import TOKENS, f, gated, picked
 from xform import Plan, PlanError, Shard, aot, check, parallelize, printing, topologies
 from xform.higher_order import equations
+from xform.memory.policies import POLICIES
 from xform.models import encoder_decoder, gpt2, llama
-from xform.passes.remat import POLICIES, Remat
+from xform.passes.remat import Remat
 from xform.tensors import NAMES
 from xform.trace import Jaxpr
 

@@ -1,124 +1,34 @@
 """Rows of the state: what is stored stacked, the step over it, and that its numbers are the leaves' own."""
 
-import re
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from jax.lax import stack, stack_p, unstack, unstack_p
+from jax.lax import stack
 
-from xform.higher_order import equations
-from xform.state import Packed, pack
-from xform.trace import Jaxpr, eval_jaxpr, name_stack, shape_of, source_line, trace_flat, typeof
-
-LAYERS, WIDTH, ROWS = 3, 24, 5  # a weight is 2304 bytes: more than may be stacked on the spot
-
-
-def seeded(seed: int, *shape: int) -> Any:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape) * 0.3, jnp.float32)
-
-
-def params_of(layers: int = LAYERS) -> dict[str, Any]:
-    blocks = [{"w": seeded(i, WIDTH, WIDTH), "b": seeded(9 + i, WIDTH)} for i in range(layers)]
-    return {"embed": seeded(31, WIDTH, WIDTH), "layers": blocks}
-
-
-X = seeded(77, ROWS, WIDTH)
-
-
-def rolled(layers: list[Any], x: Any) -> Any:
-    """The layers as one scan over their stacked weights, as a pass rolls them."""
-    stacked = {name: stack([layer[name] for layer in layers]) for name in layers[0]}
-    return jax.lax.scan(lambda x, p: (jnp.tanh(x @ p["w"] + p["b"]), None), x, stacked)[0]
-
-
-def loss(params: Any, x: Any) -> Any:
-    return jnp.mean(rolled(params["layers"], x @ params["embed"]) ** 2)
-
-
-def flat(fn: Callable, args: Any) -> tuple[Callable, list[Any], list[str]]:
-    """The function over leaves, the leaves, and their paths."""
-    found, tree = jax.tree_util.tree_flatten_with_path(args)
-    paths = [jax.tree_util.keystr(path) for path, _ in found]
-    leaves = [jnp.asarray(leaf) for _, leaf in found]
-    return lambda *xs: jax.tree.leaves(fn(*jax.tree.unflatten(tree, xs))), leaves, paths
-
-
-def packed(fn: Callable, *args: Any, own: bool = False, **options: Any) -> Packed:
-    """The packed step; unless it has some of its `own`, without large stacks where none is told."""
-    over, leaves, paths = flat(fn, args)
-    found = pack(trace_flat(over, [typeof(leaf) for leaf in leaves], "step"), paths, **options)
-    assert found is not None
-    assert list(map(shape_of, found.jaxpr.invars)) == [
-        leaves[g[0]].shape if len(g) == 1 else (len(g), *leaves[g[0]].shape) for g in found.inputs
-    ]
-    assert sorted(i for g in found.inputs for i in g) == list(range(len(leaves)))
-    if not found.left and not own:
-        assert not [e for e in equations(found.jaxpr) if large(e) and e.primitive in (stack_p, unstack_p)]
-    return found
-
-
-def large(eqn: Any) -> bool:
-    return any(v.aval.size > 256 for v in eqn.outvars) and max(len(eqn.invars), len(eqn.outvars)) > 1
-
-
-def gathered(groups: tuple[tuple[int, ...], ...], leaves: list[Any]) -> list[Any]:
-    return [leaves[g[0]] if len(g) == 1 else jnp.stack([leaves[i] for i in g]) for g in groups]
-
-
-def numbers(x: Any) -> np.ndarray:
-    key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    return np.asarray(jax.random.key_data(x) if key else x)
-
-
-def agree(found: Packed, fn: Callable, *args: Any, tolerance: float = 1e-6) -> None:
-    """Both programs' results. What XLA fuses differently may differ in the last place."""
-    over, leaves, _ = flat(fn, args)
-
-    def both(*xs: Any) -> Any:
-        got = eval_jaxpr(found.jaxpr, *gathered(found.inputs, list(xs)))
-        return got, gathered(found.outputs, over(*xs))
-
-    got, want = jax.jit(both, compiler_options={"xla_backend_optimization_level": 0})(*leaves)
-    for a, b in zip(got, want, strict=True):
-        assert (a.dtype, a.shape) == (b.dtype, b.shape)
-        np.testing.assert_allclose(numbers(a), numbers(b), rtol=tolerance, atol=tolerance)
-
-
-def copied(jaxpr: Jaxpr) -> list[str]:
-    """What the compiled program stacks or slices, of more than a KiB, other than a loop's turn by turn."""
-    lowered = jax.jit(lambda *xs: eval_jaxpr(jaxpr, *xs)).lower(*[v.aval for v in jaxpr.invars])
-    text = lowered.compile().as_text() or ""
-    found = re.findall(r"= (\w+)\[([\d,]+)\]\S* (concatenate|slice|pad)\(", text)
-    return [
-        f"{op} {kind}[{shape}]"
-        for kind, shape, op in found
-        if np.prod(list(map(int, shape.split(",")))) > 256
-    ]
-
-
-def sizes(groups: tuple[tuple[int, ...], ...]) -> list[int]:
-    return [len(group) for group in groups]
-
-
-def sgd(params: Any, x: Any) -> Any:
-    value, gradients = jax.value_and_grad(loss)(params, x)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
-
-
-def with_optimizer(optimizer: Any, of: Callable = loss) -> Callable:
-    def step(params: Any, state: Any, x: Any) -> Any:
-        value, gradients = jax.value_and_grad(of)(params, x)
-        updates, state = optimizer.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state, value
-
-    return step
+from tests.rows import (
+    X,
+    agree,
+    copied,
+    descend,
+    loss,
+    packed,
+    params_of,
+    rolled,
+    sgd,
+    sizes,
+    through,
+    weights,
+    with_gradients,
+    with_optimizer,
+)
+from xform.state import pack
+from xform.trace import trace_flat, typeof
 
 
 def test_sgd_runs_over_stacked_weights() -> None:
@@ -126,6 +36,7 @@ def test_sgd_runs_over_stacked_weights() -> None:
     found = packed(sgd, params, X)
     assert found.inputs == ((0,), (1, 3, 5), (2, 4, 6), (7,))
     assert found.outputs == ((0,), (1, 3, 5), (2, 4, 6), (7,))
+    assert found.jaxpr.debug_info.arg_names[1:3] == ("args[*]", "args[*]")
     assert not found.left
     assert [e.primitive.name for e in found.jaxpr.eqns][-6:] == ["mul", "sub"] * 3
     agree(found, sgd, params, X)
@@ -143,7 +54,7 @@ def test_inputs_to_be_kept_are_stacked_in_the_step_and_that_is_said() -> None:
     assert [left.what for left in found.left] == ["stack of float32[24,24]", "unstack of float32[3,24,24]"]
     assert [left.bytes for left in found.left] == [3 * 24 * 24 * 4] * 2
     assert found.left[0].why == "number 1 is not to be stacked"
-    assert found.left[0].where.startswith("test_state.py:")
+    assert found.left[0].where.startswith("rows.py:")
     agree(found, sgd, params_of(), X)
 
 
@@ -191,16 +102,13 @@ def test_an_optimizer_over_stacks_gives_the_same_numbers(name: str) -> None:
     assert not copied(found.jaxpr)
 
 
+def test_the_same_step_is_packed_the_same() -> None:
+    step = with_optimizer(OPTIMIZERS["clipped"]())
+    args = (params_of(), OPTIMIZERS["clipped"]().init(params_of()), X)
+    assert str(packed(step, *args).jaxpr) == str(packed(step, *args).jaxpr)
+
+
 # ---------------------------------------------------------------- other steps
-
-
-def with_gradients(change: Callable, of: Callable = loss) -> Callable:
-    """A step that does something with params and gradients."""
-    return lambda params, *rest: change(params, jax.grad(of)(params, rest[-1]), *rest[:-1])
-
-
-def descend(params: Any, gradients: Any) -> Any:
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
 
 
 def clipped_by_hand(params: Any, gradients: Any) -> Any:
@@ -344,303 +252,6 @@ def test_a_step_over_stacks_gives_the_same_numbers(name: str) -> None:
     found = packed(step, *args)
     agree(found, step, *args, tolerance=1e-2 if name == "in_bf16" else 1e-6)
     assert not copied(found.jaxpr)
-
-
-# ---------------------------------------------------------------- what is no row, and where it is said
-
-
-def weights(count: int = 3) -> list[Any]:
-    return [seeded(i, WIDTH, WIDTH) for i in range(count)]
-
-
-def through(ws: Any, x: Any) -> Any:
-    return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0]
-
-
-def test_a_part_of_a_row_is_sliced_from_it_and_that_is_said() -> None:
-    def step(ws: Any, x: Any) -> Any:
-        value = lambda ws: jnp.sum(through(stack(ws[1:3]), through(stack(ws), x)))  # noqa: E731
-        return jax.tree.map(lambda w, g: w - 0.1 * g, ws, jax.grad(value)(ws))
-
-    found = packed(step, weights(4), X)
-    assert found.inputs == ((0, 1, 2, 3), (4,))
-    assert ("2 of float32[24,24] stacked for `stack`", "they are in another row, or in another order") in [
-        (left.what, left.why) for left in found.left
-    ]
-    agree(found, step, weights(4), X)
-
-
-def test_the_first_of_two_orders_is_the_row() -> None:
-    def step(ws: Any, x: Any) -> Any:
-        first = through(stack(ws), x)
-        return through(stack(ws[::-1]), first)
-
-    found = packed(step, weights(), X)
-    assert found.inputs == ((0, 1, 2), (3,))
-    assert [left.why for left in found.left][:1] == ["they are in another row, or in another order"]
-    agree(found, step, weights(), X)
-
-
-def test_two_loops_of_their_own_weights_have_two_rows() -> None:
-    def step(ws: Any, vs: Any, x: Any) -> Any:
-        value = lambda p: jnp.sum(through(stack(p[1]), through(stack(p[0]), x)) ** 2)  # noqa: E731
-        return jax.tree.map(lambda w, g: w - 0.1 * g, (ws, vs), jax.grad(value)((ws, vs)))
-
-    found = packed(step, weights(4), weights(), X)
-    assert found.inputs == ((0, 1, 2, 3), (4, 5, 6), (7,))
-    assert found.outputs == ((0, 1, 2, 3), (4, 5, 6))
-    agree(found, step, weights(4), weights(), X)
-
-
-def test_what_is_computed_from_one_another_is_no_row() -> None:
-    """Each weight is updated by its neighbour's new value."""
-
-    def step(ws: Any, x: Any) -> Any:
-        gradients, last = jax.grad(lambda ws: jnp.sum(through(stack(ws), x)))(ws), jnp.zeros_like(ws[0])
-        new = []
-        for w, g in zip(ws, gradients, strict=True):
-            last = w - 0.1 * g + 0.5 * last
-            new.append(last)
-        return new
-
-    found = packed(step, weights(), X, state={0: 0, 1: 1, 2: 2})
-    assert found.inputs == ((0, 1, 2), (3,))
-    assert found.outputs == ((0, 1, 2),)
-    assert found.left
-    agree(found, step, weights(), X)
-
-
-def test_a_running_sum_is_no_row_and_no_obstacle() -> None:
-    """The sum runs over the leaves of two rows, in turns, after some of its own."""
-
-    def step(ws: Any, vs: Any, x: Any) -> Any:
-        value = lambda p: jnp.sum(through(stack(p[1]), through(stack(p[0]), x)) ** 2)  # noqa: E731
-        first, second = jax.grad(value)((ws, vs))
-        total = jnp.sum(x) + 1.0
-        total = total + jnp.sum(x * 2)
-        for a, b in zip(first, second, strict=True):
-            total = total + jnp.sum(a**2)
-            total = total + jnp.sum(b**2)
-        return jax.tree.map(lambda w, g: w - g / total, (ws, vs), (first, second)), total
-
-    found = packed(step, weights(), weights(), X)
-    assert not found.left
-    assert sizes(found.inputs) == [3, 3, 1]
-    agree(found, step, weights(), weights(), X)
-
-
-def test_a_cycle_between_rows_is_broken() -> None:
-    """b0 waits for a1, and a2 for b1: neither can be one operation."""
-
-    def step(ws: Any, x: Any) -> Any:
-        g = jax.grad(lambda ws: jnp.sum(through(stack(ws), x)))(ws)
-        a, b = [jnp.sin(g[0])], []
-        a.append(jnp.sin(g[1]))
-        b.append(jnp.cos(a[1] + g[0]))
-        b.append(jnp.cos(a[0] + g[1]))
-        a.append(jnp.sin(b[1] + g[2]))
-        b.append(jnp.cos(a[2] + g[2]))
-        return [w - u - v for w, u, v in zip(ws, a, b, strict=True)]
-
-    found = packed(step, weights(), X, state={0: 0, 1: 1, 2: 2})
-    assert found.inputs == found.outputs + ((3,),)
-    assert found.left
-    agree(found, step, weights(), X)
-
-
-def test_an_update_that_differs_between_layers_is_stacked_at_the_end_and_that_is_said() -> None:
-    """The first layer is frozen."""
-
-    def step(ws: Any, x: Any) -> Any:
-        gradients = jax.grad(lambda ws: jnp.sum(through(stack(ws), x)))(ws)
-        return [ws[0], *(w - 0.1 * g for w, g in zip(ws[1:], gradients[1:], strict=True))]
-
-    found = packed(step, weights(), X, state={0: 0, 1: 1, 2: 2})
-    assert (found.inputs, found.outputs) == (((0, 1, 2), (3,)), ((0, 1, 2),))
-    stacked = [left for left in found.left if left.what == "3 of float32[24,24] stacked for what is returned"]
-    assert [left.bytes for left in stacked] == [3 * 24 * 24 * 4]
-    agree(found, step, weights(), X)
-
-
-def test_weights_of_different_types_are_no_row() -> None:
-    def step(ws: Any, x: Any) -> Any:
-        return through(stack([w.astype(jnp.float32) for w in ws]), x)
-
-    ws = [w.astype(jnp.bfloat16) if i == 1 else w for i, w in enumerate(weights())]
-    found = packed(step, ws, X)
-    assert sizes(found.inputs) == [1, 1, 1, 1]
-    assert found.left[0].why.startswith("the first is not computed, number 1 made by `convert_element_type`")
-    agree(found, step, ws, X)
-
-
-def test_a_condition_for_each_leaf_is_not_batched() -> None:
-    def step(ws: Any, x: Any) -> Any:
-        gradients = jax.grad(lambda ws: jnp.sum(through(stack(ws), x)))(ws)
-        return [
-            jax.lax.cond(jnp.sum(g) > 0, lambda w, g: w - g, lambda w, g: w + jnp.sin(g), w, g)
-            for w, g in zip(ws, gradients, strict=True)
-        ]
-
-    found = packed(step, weights(), X)
-    assert sum(eqn.primitive.name == "cond" for eqn in found.jaxpr.eqns) == 3
-    assert "each has a condition of its own" in {left.why for left in found.left}
-    agree(found, step, weights(), X)
-
-
-@pytest.mark.parametrize("kind", ["threefry2x32", "rbg"])
-def test_random_bits_are_batched_where_they_stay_the_same(kind: Any) -> None:
-    def step(ws: Any, x: Any) -> Any:
-        gradients = jax.grad(lambda ws: jnp.sum(through(stack(ws), x)))(ws)
-        keys = jax.random.split(jax.random.key(3, impl=kind), len(ws))
-        return [w - g - jax.random.normal(k, w.shape) for w, g, k in zip(ws, gradients, keys, strict=True)]
-
-    found = packed(step, weights(), X)
-    assert bool(found.left) == (kind == "rbg")
-    agree(found, step, weights(), X)
-
-
-def test_what_is_not_of_the_state_stays_as_it_was_written() -> None:
-    """A user's own stacks, keys and parts of activations."""
-
-    def step(ws: Any, x: Any) -> Any:
-        a, b = jax.random.split(jax.random.key(0))
-        y = x * jax.random.bernoulli(a, 0.5, x.shape) + jax.random.bernoulli(b, 0.5, x.shape)
-        pair = jnp.stack([jnp.sin(y), jnp.sin(x)])
-        return through(stack(ws), pair.sum(0) + jnp.stack([x, y], axis=-1).sum(-1))
-
-    x = seeded(5, 4 * ROWS, WIDTH)
-    found = packed(step, weights(), x, own=True)
-    assert found.inputs == ((0, 1, 2), (3,))
-    assert not found.left
-    names = [eqn.primitive.name for eqn in found.jaxpr.eqns]
-    assert (names.count("stack"), names.count("unstack"), names.count("sin")) == (2, 1, 2)
-    agree(found, step, weights(), x)
-
-
-def test_small_values_read_from_a_large_row_leave_it_whole() -> None:
-    """The norm of all gradients alone."""
-
-    def step(ws: Any, x: Any) -> Any:
-        gradients = jax.grad(lambda ws: jnp.sum(through(stack(ws), x)))(ws)
-        return sum(jnp.sum(g**2) for g in gradients)
-
-    found = packed(step, weights(), X)
-    assert not found.left
-    agree(found, step, weights(), X)
-
-
-def test_a_row_that_is_the_next_steps_state_stacks_the_input_that_it_becomes() -> None:
-    """The last gradients are kept, and not read."""
-
-    def step(ws: Any, last: Any, x: Any) -> Any:
-        gradients = jax.grad(lambda ws: jnp.sum(through(stack(ws), x)))(ws)
-        return descend(ws, gradients), gradients
-
-    found = packed(step, weights(), weights(), X, state={i: i for i in range(6)})
-    assert not found.left
-    assert (found.inputs, found.outputs) == (((0, 1, 2), (3, 4, 5), (6,)), ((0, 1, 2), (3, 4, 5)))
-    agree(found, step, weights(), weights(), X)
-
-
-def test_a_condition_computed_for_each_leaf_that_is_one_for_all_is_no_hindrance() -> None:
-    def step(ws: Any, x: Any) -> Any:
-        gradients = jax.grad(lambda ws: jnp.sum(through(stack(ws), x)))(ws)
-        positive = [jnp.sum(x) > 0 for _ in ws]
-        return [
-            jax.lax.cond(p, lambda w, g: w - g, lambda w, g: w + g, w, g)
-            for w, g, p in zip(ws, gradients, positive, strict=True)
-        ]
-
-    found = packed(step, weights(), X)
-    assert not found.left
-    names = [eqn.primitive.name for eqn in found.jaxpr.eqns]
-    assert (names.count("cond"), names.count("gt")) == (1, 1)
-    agree(found, step, weights(), X)
-
-
-def test_small_operands_of_different_shapes_are_not_stacked() -> None:
-    """Each layer's scale is summed from an array of its own length."""
-
-    def step(ws: Any, vs: Any, x: Any) -> Any:
-        gradients = jax.grad(lambda ws: jnp.sum(through(stack(ws), x)))(ws)
-        return [w - g * jnp.sum(v) for w, g, v in zip(ws, gradients, vs, strict=True)]
-
-    vs = [seeded(i, 3 + i) for i in range(3)]
-    found = packed(step, weights(), vs, X)
-    assert not found.left
-    assert sizes(found.inputs) == [3, 1, 1, 1, 1]
-    agree(found, step, weights(), vs, X)
-
-
-def test_a_stack_where_rows_do_not_go_is_told() -> None:
-    @jax.custom_vjp
-    def layers(ws: Any, x: Any) -> Any:
-        return through(stack(ws), x)
-
-    layers.defvjp(lambda ws, x: (layers(ws, x), None), lambda _, g: (None, g))
-
-    def step(ws: Any, vs: Any, x: Any) -> Any:
-        return layers(ws, through(stack(vs), x))
-
-    found = packed(step, weights(), weights(), X, own=True)
-    assert sizes(found.inputs) == [1, 1, 1, 3, 1]
-    assert [left.why for left in found.left] == ["it is inside a `custom_vjp_call`"]
-    agree(found, step, weights(), weights(), X)
-
-
-def test_keys_of_layers_are_a_row() -> None:
-    def step(ws: Any, keys: Any, x: Any) -> Any:
-        def layer(x: Any, each: Any) -> Any:
-            return jnp.tanh(x @ each[0]) * jax.random.uniform(each[1], x.shape), None
-
-        return jax.lax.scan(layer, x, (stack(ws), stack(keys)))[0], [jax.random.split(k)[0] for k in keys]
-
-    keys = list(jax.random.split(jax.random.key(1), 3))
-    found = packed(step, weights(), keys, X)
-    assert found.inputs == ((0, 1, 2), (3, 4, 5), (6,))
-    assert found.outputs == ((0,), (1, 2, 3))
-    agree(found, step, weights(), keys, X)
-
-
-def test_a_row_of_one_is_an_array_as_it_was() -> None:
-    def step(ws: Any, x: Any) -> Any:
-        return jax.tree.map(lambda w, g: w - g, ws, jax.grad(lambda ws: jnp.sum(through(stack(ws), x)))(ws))
-
-    found = packed(step, weights(1), X)
-    assert (found.inputs, found.outputs) == (((0,), (1,)), ((0,),))
-    agree(found, step, weights(1), X)
-
-
-def test_stacks_from_what_all_share_are_no_stacks() -> None:
-    """Where a tangent or cotangent is the same for all layers."""
-
-    def step(ws: Any, x: Any) -> Any:
-        def value(ws: Any) -> Any:
-            y, parts = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), x @ w), x, stack(ws))
-            return jnp.sum(y) + sum(jnp.sum(part) for part in unstack(parts))
-
-        return jax.tree.map(lambda w, g: w - g, ws, jax.grad(value)(ws))
-
-    found = packed(step, weights(), X)
-    assert not found.left
-    agree(found, step, weights(), X)
-
-
-def test_the_same_step_is_packed_the_same() -> None:
-    step = with_optimizer(OPTIMIZERS["clipped"]())
-    args = (params_of(), OPTIMIZERS["clipped"]().init(params_of()), X)
-    assert str(packed(step, *args).jaxpr) == str(packed(step, *args).jaxpr)
-
-
-def test_lines_and_names_stay() -> None:
-    def step(ws: Any, x: Any) -> Any:
-        gradients = jax.grad(lambda ws: jnp.sum(through(stack(ws), x)))(ws)
-        with jax.named_scope("optimizer"):
-            return jax.tree.map(lambda w, g: w - 0.1 * g, ws, gradients)
-
-    found = packed(step, weights(), X)
-    assert [name_stack(eqn) for eqn in found.jaxpr.eqns[-2:]] == ["optimizer"] * 2
-    assert all(source_line(eqn).startswith("test_state.py:") for eqn in found.jaxpr.eqns[-2:])
 
 
 # ---------------------------------------------------------------- random updates

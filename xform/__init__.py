@@ -21,6 +21,7 @@ from xform.passes.roll import Roll  # noqa: E402
 from xform.passes.shard import Shard  # noqa: E402
 from xform.plan import Pass, Plan  # noqa: E402
 from xform.report import Report  # noqa: E402
+from xform.state import Placed  # noqa: E402
 
 __all__ = [
     "Accumulate",
@@ -31,6 +32,7 @@ __all__ = [
     "Offload",
     "Parallelized",
     "Pass",
+    "Placed",
     "Plan",
     "PlanError",
     "Program",

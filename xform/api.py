@@ -478,7 +478,7 @@ def _stacked(
     for left in packed.left:
         report.declined("state", f"{left.what} ({left.bytes} bytes a step)", left.why, left.where)
     for each in packed.reordered:
-        report.did("state", f"took {each.what} row by row", "another order rounds otherwise", each.where)
+        report.did("state", f"took {each.what} row by row", "another order of summation", each.where)
     return packed.jaxpr, packed.inputs, packed.outputs
 
 

@@ -13,7 +13,7 @@ from xform.state.placed import (
     scattered,
     whole,
 )
-from xform.state.rows import Left, Packed, pack
+from xform.state.rows import Left, Packed, Reordered, pack
 
 __all__ = [
     "Element",
@@ -22,6 +22,7 @@ __all__ = [
     "Left",
     "Packed",
     "Placed",
+    "Reordered",
     "closed",
     "gathered",
     "is_placed",

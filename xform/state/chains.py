@@ -4,8 +4,8 @@
 
 The norm of all gradients is such a chain, of hundreds of scalars: written term by term it would grow with the
 number of layers. A row is taken whole where the chain has all its elements, once each, and nothing else reads
-the results in between. A sum or a product of floats comes out in another order, which is told; one of floats
-of less than 32 bits, where that shows, stays as it is.
+the results in between. A sum of floats is then taken in another order, which is told. One of floats of less
+than 32 bits, where that would show, stays as it is, and so does a product of floats, which may overflow.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jax import lax
 
 from xform.state.groups import Row
 from xform.state.scopes import Op, Scope, Scopes
-from xform.trace import Atom, Var, shape_of
+from xform.trace import Atom, JaxprEqn, Var, shape_of
 
 REDUCTIONS: dict[str, Callable[..., Any]] = {
     "add": lax.reduce_sum,
@@ -33,8 +33,8 @@ REDUCTIONS: dict[str, Callable[..., Any]] = {
 }
 """The primitives that make a chain, and what takes a row at once."""
 
-ROUNDED = {"add": "sum", "add_any": "sum", "mul": "product"}
-"""Those whose result depends on the order where they round, and what that is called."""
+ORDERED = ("add", "add_any", "mul")
+"""Those whose result depends on the order, of floats."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -51,18 +51,22 @@ class Chain:
     terms: int
 
     @property
-    def rounds(self) -> str:
-        """ "sum" or "product" where another order may give another last place; "" where it does not."""
-        return _rounds(self.last) if self.terms > 2 else ""
+    def reordered(self) -> bool:
+        """Whether the rows taken whole make another order of it, which may round otherwise."""
+        return self.terms > 2 and jnp.issubdtype(_dtype(self.last), jnp.inexact) and self._name in ORDERED
 
     @property
-    def dtype(self) -> Any:
-        return _result(self.last).aval.dtype
+    def kept(self) -> str:
+        """Why it has to stay in the order in which it is written; "" where it has not."""
+        if self.reordered and self._name == "mul":
+            return "a product of floats in another order may overflow on the way"
+        if self.reordered and jnp.finfo(_dtype(self.last)).bits < 32:
+            return f"in another order a sum of {self.terms} of {_dtype(self.last)} would be another number"
+        return ""
 
     @property
-    def narrow(self) -> bool:
-        """Whether rounding in another order would show."""
-        return bool(self.rounds) and jnp.finfo(self.dtype).bits < 32
+    def _name(self) -> str:
+        return str(self.last.eqn.primitive.name)
 
 
 def find(
@@ -115,19 +119,15 @@ def _rows(
 
 
 def _alike(op: Op, last: Op) -> bool:
-    a, b = op.eqn, last.eqn
-    return (a.primitive, a.params, a.ctx, _result(op).aval) == (
-        b.primitive,
-        b.params,
-        b.ctx,
-        _result(last).aval,
-    )
+    def kind(eqn: JaxprEqn) -> tuple[Any, ...]:
+        return eqn.primitive, eqn.params, eqn.ctx, eqn.outvars[0].aval
+
+    return kind(op.eqn) == kind(last.eqn)
 
 
 def _result(op: Op) -> Any:
     return op.eqn.outvars[0]
 
 
-def _rounds(op: Op) -> str:
-    exact = not jnp.issubdtype(_result(op).aval.dtype, jnp.inexact)
-    return "" if exact else ROUNDED.get(op.eqn.primitive.name, "")
+def _dtype(op: Op) -> Any:
+    return _result(op).aval.dtype

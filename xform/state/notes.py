@@ -28,7 +28,7 @@ class Left:
 
 @dataclasses.dataclass(frozen=True)
 class Reordered:
-    """A sum or a product that is taken in another order: of what, and the user's line."""
+    """A sum that is taken in another order: of what, and the user's line."""
 
     what: str
     where: str
@@ -45,9 +45,8 @@ class Notes:
         self._bytes[what, why, where] = self._bytes.get((what, why, where), 0) + count
 
     def reordered(self, chain: Chain) -> None:
-        if chain.rounds:
-            what = f"a {chain.rounds} of {chain.terms} terms"
-            self._reordered.append(Reordered(what, source_line(chain.last.eqn)))
+        if chain.reordered:
+            self._reordered.append(Reordered(f"a sum of {chain.terms} terms", source_line(chain.last.eqn)))
 
     def left(self) -> tuple[Left, ...]:
         return tuple(Left(what, count, why, where) for (what, why, where), count in self._bytes.items())

@@ -38,7 +38,7 @@ class Rows:
         self.place, self.keep, self._inputs_next = search.place, search.keep, search.inputs_next
         self.uniform: set[Group] = set()
         self.chains: dict[Op, Chain] = {}
-        self._narrow: list[Chain] = []
+        self._kept: list[Chain] = []
         self._users: dict[Row, list[Group]] = {}
         self._settle()
 
@@ -78,8 +78,8 @@ class Rows:
         found = [
             c for scope in self.scopes.scopes for c in find(self.scopes, scope, self.element, self._alone)
         ]
-        self._narrow = [chain for chain in found if chain.narrow]
-        self.chains = {op: chain for chain in found if not chain.narrow for op in chain.members}
+        self._kept = [chain for chain in found if chain.kept]
+        self.chains = {op: chain for chain in found if not chain.kept for op in chain.members}
 
     def _find_uniform(self) -> None:
         """Groups whose members are all the same: each operand is one for all of them."""
@@ -231,9 +231,7 @@ class Rows:
                 continue
             if any(map(self._returned, apart.eqn.outvars)):
                 yield apart.eqn, "what is done with its parts differs"
-        for chain in self._narrow:
-            why = f"one of {chain.terms} terms; in another order {chain.dtype} would round otherwise"
-            yield chain.last.eqn, why
+        yield from ((chain.last.eqn, chain.kept) for chain in self._kept)
         for op in (op for scope in self.scopes.scopes for op in scope.ops if op.entry is None):
             for number, body in enumerate(bodies(op.eqn)):
                 given = dict(zip(body.invars, operands(op.eqn, number), strict=True))
