@@ -45,6 +45,7 @@ LAYERS = (
     "aot",  # compile for a topology
     "program",  # a traced and rewritten function, and how its arguments lie
     "memory",  # what a step takes, and what of it to keep within a budget
+    "making",  # tracing, passes and the stacking of the state, in order
     "api",  # parallelize
     "targets",  # module:factory on the command line
     "check",  # the original against the rewritten

@@ -14,58 +14,42 @@ import operator
 import time
 import types
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-import networkx as nx
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from xform.context import Context, Leaf
-from xform.errors import PlanError, RewriteError
-from xform.memory import Trial
-from xform.plan import Pass, Plan
+from xform.making import Making
+from xform.plan import Plan
 from xform.program import (
     Argument,
     Program,
-    Stage,
     donated_arguments,
-    input_leaves,
-    moved_names,
-    next_state,
     signature,
-    stacked_leaves,
 )
 from xform.promises import check_compiled
-from xform.report import Report
-from xform.sharding.memory import in_memory, laid, type_text
+from xform.sharding.memory import in_memory, laid
 from xform.sharding.placement import dtype_of, provisional, put, put_row, taken_apart
 from xform.state import (
     Element,
-    Groups,
     Layout,
-    Packed,
     Placed,
     closed,
     gathered,
     is_placed,
     opened,
-    pack,
     scattered,
     whole,
 )
 from xform.topologies import make_mesh
 from xform.trace import (
-    Jaxpr,
     ShapedArray,
     Tracer,
-    boundary,
-    check_jaxpr,
     inline,
     plain_aval,
     trace_context,
-    trace_flat,
     typeof,
 )
 
@@ -77,6 +61,7 @@ class Parallelized:
         self.plan, self.mesh = plan, mesh
         self._fn, self._options = fn, jit_options
         self._programs: dict[Any, Program] = {}
+        self._donated = frozenset(donated_arguments(fn, jit_options))
         functools.update_wrapper(self, fn, updated=())
         self._jit = jax.jit(self._entry(), **jit_options)
 
@@ -213,111 +198,10 @@ class Parallelized:
         key = (tree, kinds, avals, trace_context())
         program = self._programs.get(key)
         if program is None:
-            program = self._programs[key] = self._make(tree, static, avals)
+            program = self._programs[key] = Making(self._fn, self.plan, self.mesh, self._donated).program(
+                tree, static, avals
+            )
         return program
-
-    def _make(self, tree: Any, static: dict[int, Any], avals: Sequence[Any]) -> Program:
-        """The program; a pass with a `settle` first decides, by trial of whole programs, what its plan leaves
-        open.
-        """
-        passes, report = list(self.plan.passes), Report()
-        for i, each in enumerate(passes):
-            if (settle := getattr(each, "settle", None)) is None:
-                continue
-
-            def trial(other: Pass, i: int = i, others: Sequence[Pass] = tuple(passes)) -> Trial:
-                tried = (*others[:i], other, *others[i + 1 :])
-                return Trial(self._made(tree, static, avals, tried, Report()), self.mesh)
-
-            passes[i] = settle(trial, report)
-        return self._made(tree, static, avals, passes, report)
-
-    def _made(
-        self,
-        tree: Any,
-        static: dict[int, Any],
-        avals: Sequence[Any],
-        passes: Sequence[Pass],
-        report: Report,
-    ) -> Program:
-        """The program that these passes make."""
-        stages: list[Stage] = []
-        numbers = [i for i in range(tree.num_leaves) if i not in static]
-        inputs = input_leaves(tree, numbers, avals, donated_arguments(self._fn, self._options))
-        out_tree: Any = None
-        outputs: tuple[Leaf, ...] = ()
-        spent = 0.0
-
-        passed: dict[int, Leaf] = {}  # inputs by the tracers they are while the function is traced
-
-        def flat(*values: Any) -> list[Any]:
-            nonlocal out_tree, outputs
-            passed.update(zip(map(id, values), inputs, strict=True))
-            leaves = dict(static) | dict(zip(numbers, values, strict=True))
-            args, kwargs = jax.tree.unflatten(tree, [leaves[i] for i in range(tree.num_leaves)])
-            with_paths, out_tree = jax.tree_util.tree_flatten_with_path(self._fn(*args, **kwargs))
-            outputs = tuple(Leaf(jax.tree_util.keystr(p), typeof(x)) for p, x in with_paths)
-            return [x for _, x in with_paths]
-
-        def model(jaxpr: Jaxpr, leaves: Sequence[Leaf]) -> Jaxpr:
-            nonlocal spent
-            start = time.perf_counter()
-            results = tuple(Leaf("", v.aval) for v in jaxpr.outvars)
-            context = Context("model", self.mesh, report, leaves, results, self.plan.axes)
-            after = _run(jaxpr, model_passes, context, stages, " (model)")
-            spent += time.perf_counter() - start
-            return after
-
-        differentiated = False
-
-        def at_boundary(jaxpr: Jaxpr, values: Sequence[Any]) -> Jaxpr:
-            nonlocal differentiated
-            differentiated = True
-            return model(jaxpr, [passed.get(id(x), Leaf("", typeof(x))) for x in values])
-
-        model_passes = _of_stage(passes, "model")
-        name = getattr(self._fn, "__name__", "fn")
-        start = time.perf_counter()
-        paths = [leaf.path for leaf in inputs]
-        if model_passes:
-            with boundary(
-                at_boundary, object()
-            ):  # a key of its own: nothing that jit traced before is reused
-                jaxpr = trace_flat(flat, avals, name, paths)
-            if not differentiated:
-                jaxpr = model(jaxpr, inputs)
-        else:
-            jaxpr = trace_flat(flat, avals, name, paths)
-        traced = time.perf_counter()
-        stacks = any(getattr(p, "stacks", False) for p in passes)
-        jaxpr, in_groups, out_groups = _stacked(
-            jaxpr, inputs, next_state(tree, numbers, out_tree), report, stages, stacks
-        )
-        context = Context(
-            "step",
-            self.mesh,
-            report,
-            stacked_leaves(inputs, in_groups),
-            stacked_leaves(outputs, out_groups),
-            moved_names(self.plan.axes, inputs, in_groups),
-        )
-        jaxpr = _run(jaxpr, _of_stage(passes, "step"), context, stages, "")
-        rewritten = time.perf_counter()
-        return Program(
-            jaxpr,
-            tuple(stages),
-            report,
-            tuple(context.inputs),
-            tuple(context.outputs),
-            tuple(context.in_shardings),
-            tuple(context.out_shardings),
-            context.reasons,
-            tree,
-            out_tree,
-            tuple(tuple(numbers[i] for i in group) for group in in_groups),
-            out_groups,
-            {"trace": traced - start - spent, "rewrite": rewritten - traced + spent},
-        )
 
     # -------------------------------------------------------------- layouts of arguments
 
@@ -421,77 +305,11 @@ def parallelize(
     return Parallelized(fn, plan, mesh, {k: v for k, v in options.items() if v is not None})
 
 
-def _run(jaxpr: Jaxpr, passes: Sequence[Pass], context: Context, stages: list[Stage], suffix: str) -> Jaxpr:
-    for p in passes:
-        before = jaxpr
-        jaxpr = p.rewrite(jaxpr, context)
-        name = type(p).__name__.lower()
-        if (was := type_text(before)) != (now := type_text(jaxpr)):
-            raise RewriteError(f"{name} made a program of type {now}; it was {was}")
-        if jax.config.jax_enable_checks:
-            check_jaxpr(jaxpr)
-        stages.append(Stage(name + suffix, before, jaxpr))
-    return jaxpr
-
-
-def _of_stage(passes: Sequence[Pass], stage: str) -> tuple[Pass, ...]:
-    """The passes that act on a stage, in the order their needs allow: each after those its `after` names."""
-    chosen = [p for p in passes if stage in p.stages]
-    names = [type(p).__name__.lower() for p in chosen]
-    order = nx.DiGraph()
-    order.add_nodes_from(range(len(chosen)))
-    for i, p in enumerate(chosen):
-        order.add_edges_from((j, i) for j, n in enumerate(names) if n in getattr(p, "after", ()) and j != i)
-    try:
-        return tuple(chosen[i] for i in nx.lexicographical_topological_sort(order))
-    except nx.NetworkXUnfeasible:
-        raise PlanError(f"the passes {', '.join(names)} each want to come after one another") from None
-
-
 def _aval(x: Any) -> Any:
     """The type of a leaf, in a stack or by itself."""
     if isinstance(x, Element):
         return ShapedArray(x.shape, x.dtype)
     return plain_aval(typeof(x))
-
-
-def _stacked(
-    jaxpr: Jaxpr,
-    inputs: Sequence[Leaf],
-    state: Mapping[int, int],
-    report: Report,
-    stages: list[Stage],
-    stacks: bool,
-) -> tuple[Jaxpr, Groups, Groups]:
-    """The program over its state as it is stored; what each input and output holds of the model's leaves."""
-    packed = _packed(jaxpr, inputs, state) if stacks else None
-    if packed is None:
-        return jaxpr, *(tuple((i,) for i in range(len(x))) for x in (jaxpr.invars, jaxpr.outvars))
-    stages.append(Stage("state", jaxpr, packed.jaxpr))
-    rows = [group for group in packed.inputs if len(group) > 1]
-    if rows:
-        report.did(
-            "state",
-            f"stored {sum(map(len, rows))} arrays of the state as {len(rows)}",
-            "stacked once, by place or init; unplace gives the model's own tree",
-        )
-    for left in packed.left:
-        report.declined("state", f"{left.what} ({left.bytes} bytes a step)", left.why, left.where)
-    for each in packed.reordered:
-        report.did("state", f"took {each.what} row by row", "another order of summation", each.where)
-    return packed.jaxpr, packed.inputs, packed.outputs
-
-
-def _packed(jaxpr: Jaxpr, inputs: Sequence[Leaf], state: Mapping[int, int]) -> Packed | None:
-    """The program with its state stacked, no array of two arguments or without a dtype of its own."""
-    paths = [leaf.path for leaf in inputs]
-    keep = {i for i, leaf in enumerate(inputs) if getattr(leaf.aval, "weak_type", False)}
-    while (packed := pack(jaxpr, paths, keep, state)) is not None:
-        mixed = [row for row in packed.inputs if len({inputs[i].argument for i in row}) > 1]
-        if not mixed:
-            break
-        keep.update(*mixed)
-    return packed
 
 
 def _layouts_of(program: Program, args: Any, kwargs: Any) -> dict[Any, Layout]:

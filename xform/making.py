@@ -1,0 +1,203 @@
+"""How a function becomes a program: it is traced, passes rewrite it before and after autodiff, its state is
+stacked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import networkx as nx
+from jax.sharding import Mesh
+
+from xform.context import Context, Leaf
+from xform.errors import PlanError, RewriteError
+from xform.memory import Trial
+from xform.plan import Pass, Plan
+from xform.program import Program, Stage, input_leaves, moved_names, next_state, stacked_leaves
+from xform.report import Report
+from xform.sharding.memory import type_text
+from xform.state import Groups, Packed, pack
+from xform.trace import Jaxpr, boundary, check_jaxpr, trace_flat, typeof
+
+
+@dataclasses.dataclass(frozen=True)
+class Making:
+    """Makes the programs of one function under one plan. donated: arguments, by number and by name."""
+
+    fn: Callable[..., Any]
+    plan: Plan
+    mesh: Mesh
+    donated: frozenset[int | str]
+
+    def program(self, tree: Any, static: dict[int, Any], avals: Sequence[Any]) -> Program:
+        """The program; a pass with a `settle` first decides, by trial of whole programs, what its plan leaves
+        open.
+        """
+        passes, report = list(self.plan.passes), Report()
+        for i, each in enumerate(passes):
+            if (settle := getattr(each, "settle", None)) is None:
+                continue
+
+            def trial(other: Pass, i: int = i, others: Sequence[Pass] = tuple(passes)) -> Trial:
+                tried = (*others[:i], other, *others[i + 1 :])
+                return Trial(self._made(tree, static, avals, tried, Report()), self.mesh)
+
+            passes[i] = settle(trial, report)
+        return self._made(tree, static, avals, passes, report)
+
+    def _made(
+        self,
+        tree: Any,
+        static: dict[int, Any],
+        avals: Sequence[Any],
+        passes: Sequence[Pass],
+        report: Report,
+    ) -> Program:
+        """The program that these passes make."""
+        stages: list[Stage] = []
+        numbers = [i for i in range(tree.num_leaves) if i not in static]
+        inputs = input_leaves(tree, numbers, avals, self.donated)
+        out_tree: Any = None
+        outputs: tuple[Leaf, ...] = ()
+        spent = 0.0
+
+        passed: dict[int, Leaf] = {}  # inputs by the tracers they are while the function is traced
+
+        def flat(*values: Any) -> list[Any]:
+            nonlocal out_tree, outputs
+            passed.update(zip(map(id, values), inputs, strict=True))
+            leaves = dict(static) | dict(zip(numbers, values, strict=True))
+            args, kwargs = jax.tree.unflatten(tree, [leaves[i] for i in range(tree.num_leaves)])
+            with_paths, out_tree = jax.tree_util.tree_flatten_with_path(self.fn(*args, **kwargs))
+            outputs = tuple(Leaf(jax.tree_util.keystr(p), typeof(x)) for p, x in with_paths)
+            return [x for _, x in with_paths]
+
+        def model(jaxpr: Jaxpr, leaves: Sequence[Leaf]) -> Jaxpr:
+            nonlocal spent
+            start = time.perf_counter()
+            results = tuple(Leaf("", v.aval) for v in jaxpr.outvars)
+            context = Context("model", self.mesh, report, leaves, results, self.plan.axes)
+            after = _run(jaxpr, model_passes, context, stages, " (model)")
+            spent += time.perf_counter() - start
+            return after
+
+        differentiated = False
+
+        def at_boundary(jaxpr: Jaxpr, values: Sequence[Any]) -> Jaxpr:
+            nonlocal differentiated
+            differentiated = True
+            return model(jaxpr, [passed.get(id(x), Leaf("", typeof(x))) for x in values])
+
+        model_passes = _of_stage(passes, "model")
+        name = getattr(self.fn, "__name__", "fn")
+        start = time.perf_counter()
+        paths = [leaf.path for leaf in inputs]
+        if model_passes:
+            with boundary(
+                at_boundary, object()
+            ):  # a key of its own: nothing that jit traced before is reused
+                jaxpr = trace_flat(flat, avals, name, paths)
+            if not differentiated:
+                jaxpr = model(jaxpr, inputs)
+        else:
+            jaxpr = trace_flat(flat, avals, name, paths)
+        traced = time.perf_counter()
+        stacks = any(getattr(p, "stacks", False) for p in passes)
+        jaxpr, in_groups, out_groups = _stacked(
+            jaxpr, inputs, next_state(tree, numbers, out_tree), report, stages, stacks
+        )
+        context = Context(
+            "step",
+            self.mesh,
+            report,
+            stacked_leaves(inputs, in_groups),
+            stacked_leaves(outputs, out_groups),
+            moved_names(self.plan.axes, inputs, in_groups),
+        )
+        jaxpr = _run(jaxpr, _of_stage(passes, "step"), context, stages, "")
+        rewritten = time.perf_counter()
+        return Program(
+            jaxpr,
+            tuple(stages),
+            report,
+            tuple(context.inputs),
+            tuple(context.outputs),
+            tuple(context.in_shardings),
+            tuple(context.out_shardings),
+            context.reasons,
+            tree,
+            out_tree,
+            tuple(tuple(numbers[i] for i in group) for group in in_groups),
+            out_groups,
+            {"trace": traced - start - spent, "rewrite": rewritten - traced + spent},
+        )
+
+
+def _run(jaxpr: Jaxpr, passes: Sequence[Pass], context: Context, stages: list[Stage], suffix: str) -> Jaxpr:
+    for p in passes:
+        before = jaxpr
+        jaxpr = p.rewrite(jaxpr, context)
+        name = type(p).__name__.lower()
+        if (was := type_text(before)) != (now := type_text(jaxpr)):
+            raise RewriteError(f"{name} made a program of type {now}; it was {was}")
+        if jax.config.jax_enable_checks:
+            check_jaxpr(jaxpr)
+        stages.append(Stage(name + suffix, before, jaxpr))
+    return jaxpr
+
+
+def _of_stage(passes: Sequence[Pass], stage: str) -> tuple[Pass, ...]:
+    """The passes that act on a stage, in the order their needs allow: each after those its `after` names."""
+    chosen = [p for p in passes if stage in p.stages]
+    names = [type(p).__name__.lower() for p in chosen]
+    order = nx.DiGraph()
+    order.add_nodes_from(range(len(chosen)))
+    for i, p in enumerate(chosen):
+        order.add_edges_from((j, i) for j, n in enumerate(names) if n in getattr(p, "after", ()) and j != i)
+    try:
+        return tuple(chosen[i] for i in nx.lexicographical_topological_sort(order))
+    except nx.NetworkXUnfeasible:
+        raise PlanError(f"the passes {', '.join(names)} each want to come after one another") from None
+
+
+def _stacked(
+    jaxpr: Jaxpr,
+    inputs: Sequence[Leaf],
+    state: Mapping[int, int],
+    report: Report,
+    stages: list[Stage],
+    stacks: bool,
+) -> tuple[Jaxpr, Groups, Groups]:
+    """The program over its state as it is stored; what each input and output holds of the model's leaves."""
+    packed = _packed(jaxpr, inputs, state) if stacks else None
+    if packed is None:
+        return jaxpr, *(tuple((i,) for i in range(len(x))) for x in (jaxpr.invars, jaxpr.outvars))
+    stages.append(Stage("state", jaxpr, packed.jaxpr))
+    rows = [group for group in packed.inputs if len(group) > 1]
+    if rows:
+        report.did(
+            "state",
+            f"stored {sum(map(len, rows))} arrays of the state as {len(rows)}",
+            "stacked once, by place or init; unplace gives the model's own tree",
+        )
+    for left in packed.left:
+        report.declined("state", f"{left.what} ({left.bytes} bytes a step)", left.why, left.where)
+    for each in packed.reordered:
+        report.did("state", f"took {each.what} row by row", "another order of summation", each.where)
+    return packed.jaxpr, packed.inputs, packed.outputs
+
+
+def _packed(jaxpr: Jaxpr, inputs: Sequence[Leaf], state: Mapping[int, int]) -> Packed | None:
+    """The program with its state stacked, no array of two arguments or without a dtype of its own."""
+    paths = [leaf.path for leaf in inputs]
+    keep = {i for i, leaf in enumerate(inputs) if getattr(leaf.aval, "weak_type", False)}
+    while (packed := pack(jaxpr, paths, keep, state)) is not None:
+        mixed = [row for row in packed.inputs if len({inputs[i].argument for i in row}) > 1]
+        if not mixed:
+            break
+        keep.update(*mixed)
+    return packed
