@@ -93,14 +93,14 @@ class Accumulate:
                 split = self._split(size, jaxpr, found, context)
                 if split.steps > 1:
                     return cut(jaxpr, roles.axes, factors, split)
-                why = f"one microbatch is the whole batch of {size}"
-                context.report.declined("accumulate", "the model", why)
+                whole = f"one microbatch is the whole batch of {size}"
+                context.report.declined("accumulate", "the model", whole)
                 return None
             except Mixes as why:
                 refused = refused or (why if isinstance(why, Placed) else Placed(str(why), ""))
         if refused is None:
-            why = "none of its inputs has a batch that is summed over: name its axis in the plan, as batch"
-            context.report.declined("accumulate", "the model", why)
+            none = "none of its inputs has a batch that is summed over: name its axis in the plan, as batch"
+            context.report.declined("accumulate", "the model", none)
             return None
         eqn = jaxpr.eqns[refused.equation] if refused.equation >= 0 else None
         if eqn is not None and eqn.primitive.name == "remat2":

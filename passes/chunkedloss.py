@@ -19,24 +19,29 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Sequence
-from typing import ClassVar
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
 from xform.axes import Path
 from xform.batch.local import evaluate
-from xform.batch.states import Batch, Micro, Split, State
+from xform.batch.states import Batch, Micro, Outcome, Split, State
 from xform.context import Context
+from xform.copies import Groups
 from xform.errors import Decline, PlanError
 from xform.heads import Head, Refused, Region, find_head
 from xform.higher_order import enter, hoist, is_plain_jit
 from xform.movement import nbytes
+from xform.plans.rules import MAXTEXT_RULES
 from xform.report import amount
 from xform.rewrite import Site, rewrite
 from xform.tensors.runs import replaced
-from xform.trace import Jaxpr, Value, Var, inline
+from xform.trace import Jaxpr, JaxprEqn, Value, Var, inline
+
+BATCH_AXES = dict(MAXTEXT_RULES)["activation_batch"]
+"""The mesh axes that the batch may lie on."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,8 +81,12 @@ class ChunkedLoss:
             f"logits of {amount(logits / self.chunks)} at a time instead of {amount(logits)}",
             head.line,
         )
-        run = (region.numbers, functools.partial(_chunked, region))
+        run = (region.numbers, functools.partial(_chunked, region, self._groups(context)))
         return _at(opened, head.scope.path, lambda body: replaced(body, [run], "chunkedloss"))
+
+    def _groups(self, context: Context) -> Groups | None:
+        axes = tuple(a for a in BATCH_AXES if context.mesh.shape.get(a, 1) > 1)
+        return Groups(context.mesh, axes) if axes else None
 
     def _region(self, head: Head, context: Context) -> tuple[str, Region]:
         """The region by the first axis of the tokens along which it can be cut."""
@@ -142,7 +151,7 @@ def _opened(jaxpr: Jaxpr, path: Path) -> Jaxpr:
     return jaxpr
 
 
-def _chunked(region: Region, part: Jaxpr) -> Callable[..., list[Value]]:
+def _chunked(region: Region, groups: Groups | None, part: Jaxpr) -> Callable[..., list[Value]]:
     """The function that stands in the place of a region, taken out as `part`."""
     split = region.tokens.split
     pairs = [(region.jaxpr.eqns[i], region.outcomes[i]) for i in sorted(region.numbers)]
@@ -150,6 +159,8 @@ def _chunked(region: Region, part: Jaxpr) -> Callable[..., list[Value]]:
     common = [(eqn, outcome) for eqn, outcome in pairs if all(s.is_same for s in outcome.states)]
     takes = [region.states[v].is_rows for v in part.invars]
     gives = {v: region.states[v] for v in part.outvars if isinstance(v, Var) and not region.states[v].is_same}
+    copied = region.weights(groups.count) if groups else {}
+    inside = [_with_copies(eqn, outcome, copied) for eqn, outcome in _making(pairs, gives, copied)]
 
     def emit(*args: Value) -> list[Value]:
         same = {v: x for v, x, own in zip(part.invars, args, takes, strict=True) if not own}
@@ -158,22 +169,49 @@ def _chunked(region: Region, part: Jaxpr) -> Callable[..., list[Value]]:
             for v, x, own in zip(part.invars, args, takes, strict=True)
             if own
         }
+        whole = dict(same)
+        evaluate(common, whole, Micro(0, split))
+        copies = {v: groups.copies(whole[v]) for v in copied} if groups else {}
 
-        def chunk(index: Value, rows: Sequence[Value], whole: Sequence[Value]) -> list[Value]:
-            env = {**dict(zip(own, rows, strict=True)), **dict(zip(same, whole, strict=True))}
-            evaluate(pairs, env, Micro(index, split))
+        def chunk(index: Value, rows: Sequence[Value], common: Sequence[Any]) -> list[Value]:
+            env = dict(zip((*own, *same, *copies), (*rows, *common), strict=True))
+            evaluate(inside, env, Micro(index, split))
             return [env[v] for v in gives]
 
         def turn(_: None, x: tuple[Value, list[Value]]) -> tuple[None, list[Value]]:
-            return None, jax.checkpoint(chunk, prevent_cse=False)(*x, list(same.values()))
+            return None, jax.checkpoint(chunk, prevent_cse=False)(*x, [*same.values(), *copies.values()])
 
         _, ys = jax.lax.scan(turn, None, (jnp.arange(split.steps), list(own.values())))
-        env = dict(same)
-        evaluate(common, env, Micro(0, split))
-        env.update((v, _whole(y, s, split)) for (v, s), y in zip(gives.items(), ys, strict=True))
-        return [env[v] for v in part.outvars if isinstance(v, Var)]
+        whole.update((v, _whole(y, s, split)) for (v, s), y in zip(gives.items(), ys, strict=True))
+        return [whole[v] for v in part.outvars if isinstance(v, Var)]
 
     return emit
+
+
+Pair = tuple[JaxprEqn, Outcome]
+
+
+def _making(pairs: Sequence[Pair], results: Collection[Var], given: Collection[Var]) -> list[Pair]:
+    """The equations that make the results, when some values are there already."""
+    wanted, found = set(results), list[Pair]()
+    for eqn, outcome in reversed(pairs):
+        if not wanted.isdisjoint(eqn.outvars):
+            found.append((eqn, outcome))
+            wanted.update(v for v in eqn.invars if isinstance(v, Var) and v not in given)
+    return found[::-1]
+
+
+def _with_copies(eqn: JaxprEqn, outcome: Outcome, copied: Mapping[Var, int]) -> Pair:
+    """The equation, as a product with a weight's copies if it is one with a weight that has some."""
+    side = next((k for k, v in enumerate(eqn.invars) if isinstance(v, Var) and v in copied), None)
+    if side is None:
+        return eqn, outcome
+    rows = copied[eqn.invars[side]]
+
+    def emit(args: Sequence[Any], micro: Micro) -> list[Value]:
+        return [args[side].product(eqn, args[1 - side], side, rows)]
+
+    return eqn, Outcome(outcome.states, emit)
 
 
 def _whole(parts: Value, state: State, split: Split) -> Value:

@@ -54,9 +54,10 @@ class Narrow:
         if not len(report):
             context.report.did("narrow", "no loop stacks anything wider or oftener than it needs")
             return jaxpr
+        devices = " over all devices" if context.mesh.size > 1 else ""
         for note, count in report:
             for _ in range(count):
-                context.report.add(note)
+                context.report.add(dataclasses.replace(note, why=note.why + devices))
         return pruned(new)
 
 
@@ -273,7 +274,7 @@ class _Rounded:
         if not narrow:
             return None if body is old else site.bind(jaxpr=body)
         kept = sum(
-            nbytes(site.eqn.invars[i]) * d.itemsize // body.invars[i].aval.dtype.itemsize
+            nbytes(site.eqn.invars[i]) * d.itemsize // _dtype(body.invars[i]).itemsize
             for i, d in narrow.items()
         )
         self.report.did(
@@ -291,7 +292,8 @@ class _Rounded:
 
 def _used_as(body: Jaxpr, var: Var) -> Any:
     """The narrower float dtype that every use of a float makes of it first; None where there is none."""
-    if not jnp.issubdtype(var.aval.dtype, jnp.floating) or var in body.outvars:
+    own = _dtype(var)
+    if own is None or not jnp.issubdtype(own, jnp.floating) or var in body.outvars:
         return None
     found: dict[Any, None] = {}
     for eqn in body.eqns:
@@ -299,7 +301,7 @@ def _used_as(body: Jaxpr, var: Var) -> Any:
             if x is not var:
                 continue
             if eqn.primitive.name == "convert_element_type":
-                found[eqn.outvars[0].aval.dtype] = None
+                found[_dtype(eqn.outvars[0])] = None
             elif is_plain_jit(eqn) or eqn.primitive.name == CHECKPOINT:
                 found[_used_as(eqn.params["jaxpr"], eqn.params["jaxpr"].invars[i])] = None
             else:
@@ -307,10 +309,10 @@ def _used_as(body: Jaxpr, var: Var) -> Any:
     if len(found) != 1:
         return None
     (dtype,) = found
-    if dtype is None or not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize >= var.aval.dtype.itemsize:
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize >= own.itemsize:
         return None
     # With as many bits of exponent only the significand is rounded: the same numbers, subnormal ones too.
-    return dtype if jnp.finfo(dtype).nexp == jnp.finfo(var.aval.dtype).nexp else None
+    return dtype if jnp.finfo(dtype).nexp == jnp.finfo(own).nexp else None
 
 
 def _rounded(row: Value, dtype: Any) -> Value:

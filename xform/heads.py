@@ -15,7 +15,7 @@ from typing import Any
 
 from xform.axes import Factor, Scope
 from xform.batch.local import apply
-from xform.batch.states import Batch, Outcome, State
+from xform.batch.states import Batch, Outcome, State, is_float
 from xform.errors import Decline
 from xform.movement import moves
 from xform.roles import Roles
@@ -173,3 +173,28 @@ class Region:
             raise Decline(
                 "its logits, or what is made of them, are a result of the function: they are needed whole"
             )
+
+    def weights(self, groups: int) -> dict[Var, int]:
+        """The weights that the region's equations do nothing with but multiply by them something that has the
+        batch, and by which dimension of that the batch can be divided among groups of devices.
+        """
+        found: dict[Var, list[int | None]] = {}
+        for i in sorted(self.numbers):
+            eqn = self.jaxpr.eqns[i]
+            for side, v in enumerate(eqn.invars):
+                if isinstance(v, Var) and self.states[v].is_same and self.head.roles.is_weight(self.scope, v):
+                    found.setdefault(v, []).append(self._batch_of(eqn, side, groups))
+        return {v: at[0] for v, at in found.items() if at[0] is not None and set(at) == {at[0]}}
+
+    def _batch_of(self, eqn: JaxprEqn, side: int, groups: int) -> int | None:
+        """The dimension of the batch in what is multiplied by a weight, operand `side`."""
+        if eqn.primitive.name != "dot_general" or not isinstance(x := eqn.invars[1 - side], Var):
+            return None
+        contracting, batch = eqn.params["dimension_numbers"]
+        if any(batch) or not is_float(eqn.invars[side]):
+            return None
+        small = self.tokens.split.small(shape_of(x), self.states[x])
+        for d, dim in enumerate(self.scope[x]):
+            if dim and dim[0] in self.head.roles.batch and d not in contracting[1 - side]:
+                return d if small[d] % groups == 0 else None
+        return None

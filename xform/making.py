@@ -175,7 +175,8 @@ def _stacked(
     """The program over its state as it is stored; what each input and output holds of the model's leaves."""
     packed = _packed(jaxpr, inputs, state) if stacks else None
     if packed is None:
-        return jaxpr, *(tuple((i,) for i in range(len(x))) for x in (jaxpr.invars, jaxpr.outvars))
+        single = tuple((i,) for i in range(max(len(jaxpr.invars), len(jaxpr.outvars))))
+        return jaxpr, single[: len(jaxpr.invars)], single[: len(jaxpr.outvars)]
     stages.append(Stage("state", jaxpr, packed.jaxpr))
     rows = [group for group in packed.inputs if len(group) > 1]
     if rows:

@@ -80,7 +80,7 @@ class Program:
 
     def types(self) -> dict[int, tuple[tuple[int, ...], Any]]:
         """Shape and dtype of each leaf that is an array."""
-        found = {}
+        found: dict[int, tuple[tuple[int, ...], Any]] = {}
         for leaf, group in zip(self.inputs, self.in_groups, strict=True):
             shape = leaf.aval.shape if len(group) == 1 else leaf.aval.shape[1:]
             found.update((i, (shape, leaf.aval.dtype)) for i in group)
@@ -112,7 +112,7 @@ class Argument:
     def is_stacked(self) -> bool:
         return any(len(group) > 1 for group in self.layout.groups)
 
-    def filled(self, values: Sequence[Any], static: Mapping[int, Any]) -> Any:
+    def filled(self, values: Sequence[Any] | Mapping[int, Any], static: Mapping[int, Any]) -> Any:
         """The argument made of a value for each input of the program."""
         own = [values[i] for i in self.inputs]
         if self.is_stacked:

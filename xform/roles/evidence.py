@@ -255,7 +255,7 @@ _MOVES = """
     unstack
 """
 MOVES = frozenset(_MOVES.split())
-"""Primitives whose result i is their operand i (or their first) in another shape; of a stack, one of its rows."""
+"""Primitives whose result i is their operand i, or their first, in another shape; of a stack, a row."""
 
 VALUES: dict[str, slice] = {
     "gather": slice(0, 1),

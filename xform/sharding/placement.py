@@ -38,7 +38,7 @@ def put_row(row: Sequence[Any], sharding: NamedSharding | None) -> Any:
         return jnp.stack(arrays)
     there = set(sharding.mesh.devices.flat)
     if all(isinstance(x, jax.Array) and x.sharding.device_set == there for x in arrays):
-        on_device = sharding.with_memory_kind(None)
+        on_device = NamedSharding(sharding.mesh, sharding.spec)
         return put(jax.jit(lambda *xs: jnp.stack(xs), out_shardings=on_device)(*arrays), sharding)
     if jax.dtypes.issubdtype(dtype_of(arrays[0]), jax.dtypes.prng_key):
         return put(jnp.stack(arrays), sharding)
@@ -59,7 +59,7 @@ def _rows(array: Any) -> Sequence[Any]:
         return [array[i] for i in range(size)]
     layout = NamedSharding(array.sharding.mesh, PartitionSpec(*array.sharding.spec[1:]))
     if array.sharding.memory_kind not in (None, layout.memory_kind):
-        array = jax.device_put(array, array.sharding.with_memory_kind(layout.memory_kind))
+        array = jax.device_put(array, NamedSharding(array.sharding.mesh, array.sharding.spec))
     return jax.jit(lambda x: [x[i] for i in range(size)], out_shardings=[layout] * size)(array)
 
 
