@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from xform import hlo
-from xform.aot import child, compiling
+from xform.aot import compile_lowered
 from xform.api import Parallelized
 from xform.hlo import costs
 from xform.topologies import Topology, prepare_environment
@@ -75,17 +75,15 @@ def compiled(step: Parallelized, args: tuple[Any, ...], topology: Topology) -> C
     ready = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="xform-in-use-") as name:
         directory = Path(name)
-        child.pack(lowered, topology, directory)
-        compiling._run_child(directory, full=False, progress=lambda line: None)
-        text, memory = compiling._outcome(directory, False, topology)
+        result = compile_lowered(lowered, topology=topology, mesh=step.mesh, directory=directory)
         end = time.perf_counter()
         assignment, ranges = (
             min((directory / "dump").glob(f"*after_optimizations-{kind}.txt")).read_text()
             for kind in ("buffer-assignment", "live-range")
         )
-    found = temporaries(assignment, ranges, hlo.parse(text))
-    counted = costs.costs(text, dict(step.mesh.shape), [0] * step.mesh.size)
-    return Compiled({k: v or 0 for k, v in memory.items()}, counted, found, ready - start, end - ready)
+    found = temporaries(assignment, ranges, hlo.parse(result.hlo_text))
+    memory = {k: v or 0 for k, v in result.memory.items()}
+    return Compiled(memory, result.costs, found, ready - start, end - ready)
 
 
 def temporaries(assignment: str, ranges: str, module: hlo.Module | None = None) -> list[Temporary]:

@@ -126,21 +126,23 @@ def compile_lowered(
     seconds: Mapping[str, float] | None = None,
     progress: Callable[[str], None] | None = None,
     ideal_flops: float | None = None,
+    directory: Path | None = None,
 ) -> Result:
     """Compile a program lowered for devices of `topology`: `jax.jit(...).lower(...)` with shardings on them.
 
     Stops before code generation unless `full`. `seconds` are those that were spent before (trace, rewrite,
     lower), to be reported with this compilation's. `progress` is told, now and then, what is going on.
-    `ideal_flops`: what the model needs for one call, on all devices together (`xform.flops`). Raises
-    OutOfDeviceMemory, CompilerError, and PlanError without libtpu.
+    `ideal_flops`: what the model needs for one call, on all devices together (`xform.flops`). `directory`:
+    an empty one, in which what the compiler writes down is left (under `dump`). Raises OutOfDeviceMemory,
+    CompilerError, and PlanError without libtpu.
     """
     prepare_environment()
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="xform-aot-") as name:
-        directory = Path(name)
-        aot_child.pack(lowered, topology, directory)
-        _run_child(directory, full, progress or (lambda line: None))
-        text, memory = _outcome(directory, full, topology)
+        work = directory or Path(name)
+        aot_child.pack(lowered, topology, work)
+        _run_child(work, full, progress or (lambda line: None))
+        text, memory = _outcome(work, full, topology)
     axes = dict(mesh.shape)
     slices = [getattr(device, "slice_index", None) or 0 for device in mesh.devices.flat]
     result = Result(
