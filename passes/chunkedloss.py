@@ -19,26 +19,31 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.interpreters import partial_eval
 
 from xform.axes import Path
 from xform.batch.local import evaluate
-from xform.batch.states import Batch, Micro, Outcome, Split, State
+from xform.batch.states import Batch, Micro, Split, State
 from xform.context import Context
-from xform.copies import Groups
 from xform.errors import Decline, PlanError
 from xform.heads import Head, Refused, Region, find_head
-from xform.higher_order import enter, hoist, is_plain_jit
+from xform.higher_order import enter, equations, hoist, is_plain_jit
 from xform.movement import nbytes
 from xform.plans.rules import MAXTEXT_RULES
 from xform.report import amount
 from xform.rewrite import Site, rewrite
+from xform.sharding.once import Loop
+from xform.slices import sliced_before
 from xform.tensors.runs import replaced
-from xform.trace import Jaxpr, JaxprEqn, Value, Var, inline
+from xform.trace import Jaxpr, JaxprEqn, Value, Var, inline, name_stack
+
+SCOPE = "chunked_loss"
+"""The name of the loop over the chunks."""
 
 BATCH_AXES = dict(MAXTEXT_RULES)["activation_batch"]
 """The mesh axes that the batch may lie on."""
@@ -48,15 +53,21 @@ BATCH_AXES = dict(MAXTEXT_RULES)["activation_batch"]
 class ChunkedLoss:
     """Options:
 
-    chunks: in how many parts the tokens go through the head and the loss; it has to divide the length.
+    chunks: in how many parts the tokens go through the head and the loss.
+    gather: where the mesh axes of the batch split the head's weight, "each" gathers it for every chunk, and
+        sums its gradient over the devices for every chunk; "once" does both once, which takes the memory of
+        the whole weight and its gradient; "auto": once, where that is less than the chunks save.
     """
 
     chunks: int = 8
+    gather: Literal["auto", "each", "once"] = "auto"
 
-    stages: ClassVar[tuple[str, ...]] = ("model",)
-    after: ClassVar[tuple[str, ...]] = ("roll",)
+    stages: ClassVar[tuple[str, ...]] = ("model", "step")
+    after: ClassVar[tuple[str, ...]] = ("roll", "narrow", "shard")
 
     def rewrite(self, jaxpr: Jaxpr, context: Context) -> Jaxpr:
+        if context.stage == "step":
+            return self._gathered(jaxpr, context)
         if self.chunks < 2:
             raise PlanError(f"chunkedloss.chunks = {self.chunks}: at least 2; without the pass there is one")
         head = find_head(context.roles(jaxpr))
@@ -67,6 +78,11 @@ class ChunkedLoss:
         opened = _opened(jaxpr, head.scope.path)
         if opened is not jaxpr:
             head = find_head(context.roles(opened))
+            assert head is not None
+        number, side = head.number, head.side
+        sliced = _at(opened, head.scope.path, lambda body: sliced_before(body, number, side))
+        if sliced is not opened:
+            opened, head = sliced, find_head(context.roles(sliced))
             assert head is not None
         try:
             axis, region = self._region(head, context)
@@ -81,12 +97,37 @@ class ChunkedLoss:
             f"logits of {amount(logits / self.chunks)} at a time instead of {amount(logits)}",
             head.line,
         )
-        run = (region.numbers, functools.partial(_chunked, region, self._groups(context)))
+        run = (region.numbers, functools.partial(_chunked, region))
         return _at(opened, head.scope.path, lambda body: replaced(body, [run], "chunkedloss"))
 
-    def _groups(self, context: Context) -> Groups | None:
-        axes = tuple(a for a in BATCH_AXES if context.mesh.shape.get(a, 1) > 1)
-        return Groups(context.mesh, axes) if axes else None
+    def _gathered(self, jaxpr: Jaxpr, context: Context) -> Jaxpr:
+        """The step, laid out on the mesh, with loops over chunks that gather weights once."""
+        axes = [a for a in BATCH_AXES if context.mesh.shape.get(a, 1) > 1]
+        ours = any(map(_is_ours, equations(jaxpr)))
+        if self.gather == "each" or not axes or not ours or not any(context.in_shardings):
+            return jaxpr
+        roles = context.roles(jaxpr)
+
+        def rule(site: Site) -> Sequence[Value] | None:
+            if not _is_ours(site.eqn):
+                return None
+            scope = roles.axes.scope((*site.path, (site.index, 0)))
+            loop = Loop(site.eqn, scope, context, roles, axes)
+            if not loop.weights and not loop.sums:
+                return None
+            what = f"a loop over {self.chunks} chunks gathers {len(loop.weights)} weights and sums"
+            what += f" {len(loop.sums)} gradients over the devices once"
+            takes = f"{amount(loop.memory)} more on a device; without chunks it would be {amount(loop.saved)}"
+            if self.gather == "auto" and loop.memory > loop.saved:
+                context.report.declined("chunkedloss", what, takes)
+                return None
+            context.report.did("chunkedloss", what, takes)
+            return loop.emit(site)
+
+        new = rewrite(jaxpr, rule)
+        if new is jaxpr:
+            return jaxpr
+        return partial_eval.dce_jaxpr(new, [True] * len(new.outvars), instantiate=True)[0]
 
     def _region(self, head: Head, context: Context) -> tuple[str, Region]:
         """The region by the first axis of the tokens along which it can be cut."""
@@ -94,24 +135,32 @@ class ChunkedLoss:
         uneven: list[str] = []
         for name, factors in head.tokens:
             size = math.prod(f.size for f in factors)
-            if size % self.chunks:
-                uneven.append(f"the {name} of {size} ({', '.join(map(str, _divisors(size)))})")
+            if size < self.chunks:
+                uneven.append(f"the {name} of {size}, fewer than chunks")
                 continue
             if name == "batch" and size % (self.chunks * context.mesh.size):
                 why = f"{self.chunks} chunks of the batch of {size} leave devices of the mesh idle"
                 reasons.append(Decline(why))
                 continue
             try:
-                return name, Region(Batch(factors, Split(size, self.chunks)), head)
+                split = Split(size, self.chunks)
+                region = Region(Batch(factors, split), head)
+                if not split.spare:
+                    return name, region
+                if not region.sums:
+                    return f"{name} of {size}, filled up to {size + split.spare}", region
+                divisors = ", ".join(map(str, _divisors(size))) or "nothing"
+                uneven.append(f"the {name} of {size}, over which the loss sums at once ({divisors} would do)")
             except Decline as why:
                 text = re.sub(r"\bbatch\b", name, str(why))  # the rows that `xform.batch` cuts are these
                 reasons.append(Refused(text, getattr(why, "line", "")))
         if reasons:
             raise reasons[0]
-        raise PlanError(
-            f"chunkedloss.chunks = {self.chunks} does not divide {' nor '.join(uneven)};"
-            " in brackets what does"
-        )
+        raise PlanError(f"chunkedloss.chunks = {self.chunks} does not divide {' nor '.join(uneven)}")
+
+
+def _is_ours(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name == "scan" and SCOPE in re.split(r"\W+", name_stack(eqn))
 
 
 def _divisors(n: int) -> list[int]:
@@ -151,7 +200,7 @@ def _opened(jaxpr: Jaxpr, path: Path) -> Jaxpr:
     return jaxpr
 
 
-def _chunked(region: Region, groups: Groups | None, part: Jaxpr) -> Callable[..., list[Value]]:
+def _chunked(region: Region, part: Jaxpr) -> Callable[..., list[Value]]:
     """The function that stands in the place of a region, taken out as `part`."""
     split = region.tokens.split
     pairs = [(region.jaxpr.eqns[i], region.outcomes[i]) for i in sorted(region.numbers)]
@@ -159,8 +208,6 @@ def _chunked(region: Region, groups: Groups | None, part: Jaxpr) -> Callable[...
     common = [(eqn, outcome) for eqn, outcome in pairs if all(s.is_same for s in outcome.states)]
     takes = [region.states[v].is_rows for v in part.invars]
     gives = {v: region.states[v] for v in part.outvars if isinstance(v, Var) and not region.states[v].is_same}
-    copied = region.weights(groups.count) if groups else {}
-    inside = [_with_copies(eqn, outcome, copied) for eqn, outcome in _making(pairs, gives, copied)]
 
     def emit(*args: Value) -> list[Value]:
         same = {v: x for v, x, own in zip(part.invars, args, takes, strict=True) if not own}
@@ -169,49 +216,23 @@ def _chunked(region: Region, groups: Groups | None, part: Jaxpr) -> Callable[...
             for v, x, own in zip(part.invars, args, takes, strict=True)
             if own
         }
-        whole = dict(same)
-        evaluate(common, whole, Micro(0, split))
-        copies = {v: groups.copies(whole[v]) for v in copied} if groups else {}
 
-        def chunk(index: Value, rows: Sequence[Value], common: Sequence[Any]) -> list[Value]:
-            env = dict(zip((*own, *same, *copies), (*rows, *common), strict=True))
-            evaluate(inside, env, Micro(index, split))
+        def chunk(index: Value, rows: Sequence[Value], whole: Sequence[Value]) -> list[Value]:
+            env = {**dict(zip(own, rows, strict=True)), **dict(zip(same, whole, strict=True))}
+            evaluate(pairs, env, Micro(index, split))
             return [env[v] for v in gives]
 
         def turn(_: None, x: tuple[Value, list[Value]]) -> tuple[None, list[Value]]:
-            return None, jax.checkpoint(chunk, prevent_cse=False)(*x, [*same.values(), *copies.values()])
+            return None, jax.checkpoint(chunk, prevent_cse=False)(*x, list(same.values()))
 
-        _, ys = jax.lax.scan(turn, None, (jnp.arange(split.steps), list(own.values())))
-        whole.update((v, _whole(y, s, split)) for (v, s), y in zip(gives.items(), ys, strict=True))
-        return [whole[v] for v in part.outvars if isinstance(v, Var)]
+        with jax.named_scope(SCOPE):
+            _, ys = jax.lax.scan(turn, None, (jnp.arange(split.steps), list(own.values())))
+        env = dict(same)
+        evaluate(common, env, Micro(0, split))
+        env.update((v, _whole(y, s, split)) for (v, s), y in zip(gives.items(), ys, strict=True))
+        return [env[v] for v in part.outvars if isinstance(v, Var)]
 
     return emit
-
-
-Pair = tuple[JaxprEqn, Outcome]
-
-
-def _making(pairs: Sequence[Pair], results: Collection[Var], given: Collection[Var]) -> list[Pair]:
-    """The equations that make the results, when some values are there already."""
-    wanted, found = set(results), list[Pair]()
-    for eqn, outcome in reversed(pairs):
-        if not wanted.isdisjoint(eqn.outvars):
-            found.append((eqn, outcome))
-            wanted.update(v for v in eqn.invars if isinstance(v, Var) and v not in given)
-    return found[::-1]
-
-
-def _with_copies(eqn: JaxprEqn, outcome: Outcome, copied: Mapping[Var, int]) -> Pair:
-    """The equation, as a product with a weight's copies if it is one with a weight that has some."""
-    side = next((k for k, v in enumerate(eqn.invars) if isinstance(v, Var) and v in copied), None)
-    if side is None:
-        return eqn, outcome
-    rows = copied[eqn.invars[side]]
-
-    def emit(args: Sequence[Any], micro: Micro) -> list[Value]:
-        return [args[side].product(eqn, args[1 - side], side, rows)]
-
-    return eqn, Outcome(outcome.states, emit)
 
 
 def _whole(parts: Value, state: State, split: Split) -> Value:

@@ -30,7 +30,7 @@ from xform.context import Context
 from xform.errors import Decline, PlanError
 from xform.higher_order import RULES, enter, equations, hoist
 from xform.layers import Refusal
-from xform.memory import Choice, Choices, Trial, find, layers_of, parse_size, tell
+from xform.memory import Choice, Choices, Trial, find, layers_of, nothing_to_choose, parse_size, tell
 from xform.memory.policies import POLICIES, Keep, Policy
 from xform.memory.selection import Tensor, selected, tensors_of
 from xform.registry import unknown
@@ -62,7 +62,7 @@ class Remat:
     existing: of a model that calls jax.checkpoint itself: "respect" leaves such layers alone, "override"
         takes its calls away first.
     budget: device memory that the compiled step may take, "14GiB", "15.5GB" or bytes: in place of a policy,
-        what is saved and offloaded is chosen so that it fits and the least is computed again.
+        what is saved and offloaded is chosen so that it fits and takes the least time.
 
     Raises PlanError for what `save` or `offload` names and no tensor of the layers is, where there are no
     layers, and for a budget that cannot be met.
@@ -106,7 +106,7 @@ class Remat:
         none = trial(self)  # everything named, nothing kept
         layers = layers_of(none.spread, self._has_made, none.speeds)
         if not layers:
-            raise PlanError(_nothing_to_choose(none.program))
+            raise PlanError(nothing_to_choose("remat.budget", none.program.jaxpr))
         choices = Choices(layers, none.speeds)
 
         def settled(choice: Choice) -> Remat:
@@ -227,10 +227,7 @@ class _Wrap:
 
     def wrapped(self, layer: Layer) -> Emit:
         body = rewrite(layer.jaxpr, _naming(layer.names, self.policy), self.report, "remat")
-        away = (
-            self.policy.open is not None or self.policy.offload
-        )  # inputs are there: to save them is nothing
-        inputs = {i: name for i, name in layer.inputs.items() if away is True or (away and name in away)}
+        inputs = {i: name for i, name in layer.inputs.items() if self.policy.names_input(name)}
 
         def run(*args: Any) -> list[Any]:
             named = (checkpoint_name(x, inputs[i]) if i in inputs else x for i, x in enumerate(args))
@@ -279,16 +276,6 @@ def _naming(names: Mapping[Place, str], policy: Keep) -> Rule:
         return [checkpoint_name(x, own[r]) if r in own else x for r, x in enumerate(site.bind())]
 
     return rule
-
-
-def _nothing_to_choose(program: Any) -> str:
-    remats = [eqn for eqn in equations(program.jaxpr) if eqn.primitive.name == CHECKPOINT]
-    if any(eqn.params["differentiated"] for eqn in remats):
-        return (
-            "remat.budget: no layer is left to choose for: the model calls jax.checkpoint itself;"
-            ' existing = "override" takes its calls away'
-        )
-    return "remat.budget: the program differentiates no layer: there is no backward pass to keep anything for"
 
 
 def _no_layers(layers: Sequence[Layer], refusals: Sequence[Refusal], where: str | Callable[..., bool]) -> str:

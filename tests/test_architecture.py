@@ -29,10 +29,10 @@ LAYERS = (
     "regions",  # what works element by element
     "roles",  # what each axis is, and each input
     "batch",  # what becomes of the rows of a batch
-    "copies",  # products with a weight of which groups of devices have copies
     "heads",  # where logits are made, and the region up to where they are reduced
     "layers",  # where the program repeats
     "tensors",  # what each tensor is
+    "slices",  # slices of products, taken before them
     "state",  # which inputs are kept stacked, and both trees
     "registry",  # names to passes
     "values",  # options: checked, frozen, written

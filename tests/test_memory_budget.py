@@ -13,7 +13,8 @@ import pytest
 from tests.layers import TOKENS
 from tests.test_remat import ARGS, LAYERS, LISTED, PARAMS, kept, model, rewritten, step, unrolled
 from xform import Plan, PlanError, Shard, check, parallelize, topologies
-from xform.memory import Choices, find, parse_size
+from xform.memory import Choices, find, layers_of, parse_size
+from xform.memory.budget import work
 from xform.memory.policies import POLICIES
 from xform.memory.recompute import Layer, Part
 from xform.memory.speeds import Speeds
@@ -97,6 +98,41 @@ def test_names_beyond_those_looked_at_are_the_ones_that_buy_least() -> None:
     assert choices.left_out == ("t1", "t2", "t3", "t4")
 
 
+def test_what_is_computed_in_less_time_than_it_is_kept_is_not_kept() -> None:
+    parts = (Part(5.0, 5.0, ()), Part(0.0, 0.0, (0,), "a", 3.0, 4.0), Part(5.0, 5.0, (1,)))
+    layer = Layer((*parts, Part(0.0, 0.0, (2,), "b", 3.0, 6.0)), (0, 1, 2, 3), (), 2, 2, False)
+    assert (layer.again(["a", "b"]).flops, layer.again(["a", "b"]).seconds) == (20, 40)
+    assert layer.again(["a"]).seconds == 28
+    kept_apart = dataclasses.replace(layer, needed=(1, 3))  # what a and b are made of is read by them alone
+    assert kept_apart.again(["a"]).seconds == 18
+    best = Choices([kept_apart], SPEEDS).best(100.0, host=False)
+    assert best is not None
+    assert (best.save, best.seconds) == (("a",), 18)
+
+
+def test_of_equal_choices_that_is_taken_which_keeps_what_comes_later() -> None:
+    parts = [(name, 0.1, 1.0) for name in ("z", "b", "y", "a")]
+    choices = Choices([chain(*parts)], SPEEDS)
+    found = [choices.best(room, host=False) for room in (1.0, 2.0, 3.0)]
+    assert [c and c.save for c in found] == [("a",), ("y", "a"), ("b", "y", "a")]
+
+
+def test_a_preset_is_looked_at_though_its_names_are_more_than_the_sets_are_made_of() -> None:
+    costly = [(f"t{i}", 9.0, 1.0) for i in range(10)]
+    choices = Choices(
+        [chain(*costly, ("query_proj", 2.0, 1.0), ("out_proj", 3.0, 1.0), offloads=True)], SPEEDS
+    )
+    assert choices.left_out == ("query_proj", "out_proj")
+    looked_at = {(c.save, c.offload) for c in choices.all}
+    assert {(("query_proj", "out_proj"), ()), (("out_proj",), ()), ((), ("query_proj",))} <= looked_at
+
+
+def test_flops_are_written_in_a_unit_that_fits() -> None:
+    assert [work(n) for n in (0, 7, 2.5e3, 3.104e6, 12e9, 3.1e12)] == [
+        "0 FLOP", "7 FLOP", "2.50 kFLOP", "3.10 MFLOP", "12.00 GFLOP", "3.10 TFLOP"
+    ]  # fmt: skip
+
+
 # ---------------------------------------------------------------- between compilations
 
 
@@ -143,6 +179,12 @@ def test_a_budget_that_cannot_be_met_is_refused_with_the_smallest_that_can() -> 
 WIDE, STREAM = "float32[2,8,14]", "float32[2,8,12]"
 
 
+@pytest.fixture
+def computes_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As slowly as makes a product over twelve terms dearer than to keep its result."""
+    monkeypatch.setattr("xform.memory.trial.speeds_of", lambda device: Speeds(1e9, 1e12, 1e12))
+
+
 def budgeted(budget: Any, fn: Any = None, args: Any = ARGS, **options: Any) -> Any:
     return rewritten(step(model()) if fn is None else fn, args, Remat(budget=budget, **options))
 
@@ -155,17 +197,22 @@ def smallest(fn: Any = None, args: Any = ARGS) -> int:
     return int(float(number) * {"MB": 1e6, "kB": 1e3}[unit])
 
 
+@pytest.mark.usefixtures("computes_slowly")
 def test_a_large_budget_keeps_everything_that_is_read_and_a_small_one_nothing() -> None:
     assert kept(budgeted("1GB").jaxpr) == [STREAM, WIDE, WIDE]
     least = smallest()
     assert kept(budgeted(least).jaxpr) == ["float32<host>[2,8,12]"]
 
 
+@pytest.mark.usefixtures("computes_slowly")
 def test_the_report_says_what_each_choice_bought() -> None:
     report = str(budgeted("1GB").report)
     flops = 2 * 2 * 8 * 12 * 14 * LAYERS
     assert f"saves mlpwi_0: +{4 * 2 * 8 * 14 * LAYERS / 1e3:.2f} kB" in report
-    assert f"computes 0.00 TFLOP a device and step again: of {2 * flops / 1e12:.2f}" in report
+    assert f"{flops / 1e3:.2f} kFLOP not computed again" in report
+    assert (
+        f"computes 0 FLOP a device and step again: of {2 * flops / 1e3:.2f} kFLOP with nothing kept" in report
+    )
     assert "no compiler was asked, as a CPU's plans no memory" in report
 
 
@@ -196,6 +243,25 @@ def test_unrolled_layers_count_together_and_offload_nothing() -> None:
     assert "offloads" not in str(budgeted(least, step(unrolled()), (LISTED, *TOKENS)).report)
 
 
+def test_what_costs_less_to_compute_again_than_to_keep_is_not_kept() -> None:
+    assert kept(budgeted("1GB").jaxpr) == [STREAM]  # products over twelve terms, in a loop
+
+
+def test_keeping_takes_time_in_a_loop_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Layer] = []
+
+    def layers(*args: Any) -> list[Layer]:
+        made.extend(layers_of(*args))
+        return made
+
+    monkeypatch.setattr("xform.passes.remat.layers_of", layers)
+    budgeted("1GB")
+    assert {part.keeping > 0 for part in made[-1].parts if part.name} == {True}
+    budgeted("1GB", step(unrolled()), (LISTED, *TOKENS))
+    assert {part.keeping for part in made[-1].parts} == {0.0}
+
+
+@pytest.mark.usefixtures("computes_slowly")
 def test_a_loop_over_microbatches_holds_one_turns_values() -> None:
     def accumulated(params: Any, tokens: Any, labels: Any) -> Any:
         def turn(total: Any, batch: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 
 from xform.axes import Factor, Scope
 from xform.batch.local import apply
-from xform.batch.states import Batch, Outcome, State, is_float
+from xform.batch.states import Batch, Outcome, State
 from xform.errors import Decline
 from xform.movement import moves
 from xform.roles import Roles
@@ -43,6 +43,11 @@ class Head:
         return self.scope.jaxpr.eqns[self.number]
 
     @property
+    def side(self) -> int:
+        """Which operand of the product is the activation."""
+        return next(k for k, v in enumerate(self.eqn.invars) if self.roles.is_activation(self.scope, v))
+
+    @property
     def line(self) -> str:
         return source_line(self.eqn)
 
@@ -54,7 +59,8 @@ class Head:
     @property
     def tokens(self) -> list[tuple[str, tuple[Factor, ...]]]:
         dims = [d for d in self.scope[self.eqn.outvars[0]] if not _has_vocab(self.roles, d)]
-        alone = [(self.roles.name(f), (f,)) for dim in dims for f in dim]
+        # A part of the length is a length of its own.
+        alone = [(self.roles.name(f).removesuffix("_part"), (f,)) for dim in dims for f in dim]
         order = {"length": 0, "batch": 2}
         several = [("tokens", tuple(dim)) for dim in dims if len(dim) > 1]
         return sorted([*alone, *several], key=lambda entry: order.get(entry[0], 1))
@@ -103,6 +109,11 @@ class Region:
                 raise Refused(str(why), getattr(why, "line", "") or source_line(eqn)) from None
             self.states.update(zip(eqn.outvars, self.outcomes[i].states, strict=True))
         self._check()
+
+    @property
+    def sums(self) -> bool:
+        """Whether tokens are added up in it, or the largest of them is found."""
+        return any(s.is_part for s in self.states.values())
 
     def _read(self, eqn: JaxprEqn) -> list[Var]:
         return [v for v in eqn.invars if isinstance(v, Var)]
@@ -173,28 +184,3 @@ class Region:
             raise Decline(
                 "its logits, or what is made of them, are a result of the function: they are needed whole"
             )
-
-    def weights(self, groups: int) -> dict[Var, int]:
-        """The weights that the region's equations do nothing with but multiply by them something that has the
-        batch, and by which dimension of that the batch can be divided among groups of devices.
-        """
-        found: dict[Var, list[int | None]] = {}
-        for i in sorted(self.numbers):
-            eqn = self.jaxpr.eqns[i]
-            for side, v in enumerate(eqn.invars):
-                if isinstance(v, Var) and self.states[v].is_same and self.head.roles.is_weight(self.scope, v):
-                    found.setdefault(v, []).append(self._batch_of(eqn, side, groups))
-        return {v: at[0] for v, at in found.items() if at[0] is not None and set(at) == {at[0]}}
-
-    def _batch_of(self, eqn: JaxprEqn, side: int, groups: int) -> int | None:
-        """The dimension of the batch in what is multiplied by a weight, operand `side`."""
-        if eqn.primitive.name != "dot_general" or not isinstance(x := eqn.invars[1 - side], Var):
-            return None
-        contracting, batch = eqn.params["dimension_numbers"]
-        if any(batch) or not is_float(eqn.invars[side]):
-            return None
-        small = self.tokens.split.small(shape_of(x), self.states[x])
-        for d, dim in enumerate(self.scope[x]):
-            if dim and dim[0] in self.head.roles.batch and d not in contracting[1 - side]:
-                return d if small[d] % groups == 0 else None
-        return None

@@ -103,7 +103,7 @@ def _over_rows(case: Case, consts: int, carry: int) -> Outcome:
     xs = case.states[consts:]
     if len(set(xs)) > 1 or xs[0].dim != 0:
         raise Mixes("a loop over the rows of the batch takes something else as well")
-    body, length = case.params["jaxpr"], case.params["length"] // case.split.parts
+    body, length = case.params["jaxpr"], case.split.part(case.params["length"])
 
     def emit(args: Sequence[Value], micro: Micro) -> list[Value]:
         def turn(_: Any, x: Sequence[Value]) -> tuple[list[Value], list[Value]]:

@@ -72,7 +72,7 @@ def _resized(case: Case, out: State, window: int | None, counted: int | None) ->
     params = dict(case.params)
     if window is not None:
         sizes = list(params["slice_sizes"])
-        sizes[window] //= case.split.parts
+        sizes[window] = case.split.part(sizes[window])
         params["slice_sizes"] = tuple(sizes)
 
     def emit(args: Sequence[Value], micro: Micro) -> list[Value]:

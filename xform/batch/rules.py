@@ -212,7 +212,7 @@ def slice_(case: Case) -> Outcome:
     if case.out_shape[d] != case.shape(0)[d]:
         raise Mixes("it takes a part of the batch")
     limits = list(p["limit_indices"])
-    limits[d] //= case.split.parts
+    limits[d] = case.split.part(limits[d])
     return with_params(case, state, limit_indices=tuple(limits))
 
 

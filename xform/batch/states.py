@@ -15,6 +15,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 
 from xform.axes import Factor, Scope
@@ -77,7 +78,9 @@ class Split:
     """A batch of `whole` rows in `steps` microbatches, each in `groups` that are computed side by side.
 
     Row r of a group is row r // steps of microbatch r % steps, and the groups lie one after the other: so a
-    batch that lies in blocks on the devices of a mesh is split without moving a row.
+    batch that lies in blocks on the devices of a mesh is split without moving a row. Where there are too few
+    rows for all to have equally many, the last row stands in the places that are left, and what is made of it
+    there is cut off: it is as good a number as any, and nothing depends on it.
     """
 
     whole: int
@@ -91,7 +94,16 @@ class Split:
     @property
     def rows(self) -> int:
         """Of a group of a microbatch."""
-        return self.whole // self.parts
+        return -(-self.whole // self.parts)
+
+    @property
+    def spare(self) -> int:
+        """The places that no row of the batch has."""
+        return self.rows * self.parts - self.whole
+
+    def part(self, n: int) -> int:
+        """Of n entries along the rows, how many a group of a microbatch has."""
+        return n // self.whole * self.rows
 
     @property
     def lead(self) -> tuple[int, ...]:
@@ -102,21 +114,27 @@ class Split:
         """A shape of the whole batch as it is in a group of a microbatch."""
         if not state.is_rows:
             return tuple(shape)
-        return tuple(n // self.parts if i == state.dim else n for i, n in enumerate(shape))
+        return tuple(self.part(n) if i == state.dim else n for i, n in enumerate(shape))
 
     def apart(self, x: Value, state: State) -> Value:
         """Rows of the whole batch as [steps, groups, ...] (without groups where there is one)."""
-        d, shape = state.dim, x.shape
+        d, whole = state.dim, x.shape
+        if self.spare:
+            last = jax.lax.slice_in_dim(x, whole[d] - state.inner, whole[d], axis=d)
+            x = jnp.concatenate([x, *[last] * self.spare], d)
+        shape = x.shape
         split = jnp.reshape(x, (*shape[:d], self.groups, self.rows, self.steps, state.inner, *shape[d + 1 :]))
         front = jnp.moveaxis(split, (d + 2, d), (0, 1))
-        return front.reshape(*self.lead, *self.small(shape, state))
+        return front.reshape(*self.lead, *self.small(whole, state))
 
     def together(self, x: Value, state: State) -> Value:
         """The whole batch of what the microbatches gave, [steps, groups, ...]."""
         d, shape = state.dim, x.shape[len(self.lead) :]
         split = jnp.reshape(x, (self.steps, self.groups, *shape[:d], self.rows, state.inner, *shape[d + 1 :]))
         back = jnp.moveaxis(split, (0, 1), (d + 2, d))
-        return back.reshape(*shape[:d], self.whole * state.inner, *shape[d + 1 :])
+        size = self.rows * self.parts * state.inner
+        back = back.reshape(*shape[:d], size, *shape[d + 1 :])
+        return jax.lax.slice_in_dim(back, 0, self.whole * state.inner, axis=d) if self.spare else back
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +154,8 @@ class Micro:
         """The number in the whole batch of a row here."""
         if self.split.groups > 1:
             row = row + (self.group * self.split.rows).astype(row.dtype)
-        return row * self.split.steps + self.index.astype(row.dtype)
+        row = row * self.split.steps + self.index.astype(row.dtype)
+        return jnp.minimum(row, self.split.whole - 1) if self.split.spare else row
 
     def here(self, row: Value) -> Value:
         """The number here of a row of the whole batch."""

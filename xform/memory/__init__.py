@@ -4,9 +4,9 @@
 tensor spares, `choice` and `budget` choose.
 """
 
-from xform.memory.budget import find, parse_size, tell
+from xform.memory.budget import find, nothing_to_choose, parse_size, tell
 from xform.memory.choice import Choice, Choices
 from xform.memory.recompute import layers_of
 from xform.memory.trial import Trial
 
-__all__ = ["Choice", "Choices", "Trial", "find", "layers_of", "parse_size", "tell"]
+__all__ = ["Choice", "Choices", "Trial", "find", "layers_of", "nothing_to_choose", "parse_size", "tell"]

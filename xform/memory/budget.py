@@ -16,9 +16,11 @@ import re
 from collections.abc import Callable
 
 from xform.errors import PlanError
+from xform.higher_order import equations
 from xform.memory.choice import Choice, Choices
 from xform.memory.trial import Trial
 from xform.report import Report, amount
+from xform.trace import Jaxpr
 
 UNITS = {"": 1, "b": 1}
 UNITS |= {f"{letter}b": 1000**i for i, letter in enumerate("kmgt", 1)}
@@ -106,6 +108,17 @@ def find(budget: int, where: str, none: Trial, choices: Choices, make: Callable[
     return Found(best, tuple(tried), none.peak, len(tried) if none.is_compiled else 0)
 
 
+def nothing_to_choose(where: str, jaxpr: Jaxpr) -> str:
+    """Why a step has no layers to choose for."""
+    remats = [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "remat2"]
+    if any(eqn.params["differentiated"] for eqn in remats):
+        return (
+            f"{where}: no layer is left to choose for: the model calls jax.checkpoint itself;"
+            ' existing = "override" takes its calls away'
+        )
+    return f"{where}: the program differentiates no layer: there is no backward pass to keep anything for"
+
+
 def _rounded_up(nbytes: float) -> float:
     """Bytes up to the next that are written with two decimals: a budget of these can be met."""
     if not math.isfinite(nbytes):
@@ -146,8 +159,8 @@ def tell(report: Report, found: Found, choices: Choices, budget: int) -> None:
     none = choices.cost(())
     report.did(
         "remat",
-        f"computes {cost.flops / 1e12:.2f} TFLOP a device and step again",
-        f"of {none.flops / 1e12:.2f} with nothing kept, which takes {amount(found.none)}",
+        f"computes {work(cost.flops)} a device and step again",
+        f"of {work(none.flops)} with nothing kept, which takes {amount(found.none)}",
     )
     if choice.waiting > 0:
         report.declined(
@@ -164,5 +177,13 @@ def tell(report: Report, found: Found, choices: Choices, budget: int) -> None:
 def _bought(choices: Choices, kept: list[str], name: str) -> str:
     """What a name takes, and how much more would be computed again without it."""
     with_it, without = choices.cost(kept), choices.cost([k for k in kept if k != name])
-    saved = (without.flops - with_it.flops) / 1e12
-    return f"{amount(with_it.held[name])}, {saved:.2f} TFLOP not computed again"
+    saved = work(without.flops - with_it.flops)
+    return f"{amount(with_it.held[name])}, {saved} not computed again"
+
+
+def work(flops: float) -> str:
+    """Floating-point operations as a person reads them: `3.10 TFLOP`."""
+    for unit, scale in (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6), ("kFLOP", 1e3)):
+        if flops >= scale:
+            return f"{flops / scale:.2f} {unit}"
+    return f"{flops:.0f} FLOP"

@@ -84,6 +84,10 @@ class Keep:
         """Whether a tensor gets its name, if it has one."""
         return name is not None and (self.open is not None or name in self.save or name in self.offload)
 
+    def names_input(self, name: str) -> bool:
+        """The same for what a layer takes, which is there anyhow: to save it is nothing."""
+        return self.open is not None or name in self.offload
+
     def checkpoint(self, f: Callable[..., Any], in_loop: bool) -> Callable[..., Any]:
         """`f` so that only these names are there for its backward pass."""
         says = self.save or self.offload or self.open is not None

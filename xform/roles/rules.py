@@ -21,10 +21,8 @@ def _batch(k: Known) -> Iterable[Factor]:
     not free.
     """
     plus, minus = _paired(k, k.candidates)
-    if told := plus - minus:
-        dims = [set(dim) for v in k.data for dim in k.e.axes.root[v]]
-        # Examples in groups are one axis: with the groups paired, those of a group may be summed over.
-        return told | (plus & union(dim for dim in dims if dim & told)) if minus else _first(k, plus)
+    if plus - minus:
+        return plus - minus if minus else _first(k, plus)
     leads = union(scan.lead for scan in k.e.scans)
     rest = k.candidates - minus
     return _first(k, rest - leads) or _first(k, rest) or _batch_of_floats(k)
