@@ -420,7 +420,7 @@ def test_the_models_losses_and_gradients_stay(module: Any) -> None:
 
 
 @pytest.mark.slow  # initialises public models and compiles each twice
-@pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
+@pytest.mark.parametrize("name", ["llama", "t5"])
 def test_public_models_losses_and_gradients_stay(name: str) -> None:
     fn, args = public.loss(name)
     program = agrees(jax.value_and_grad(fn), args, ChunkedLoss(2), tolerance=1e-4)

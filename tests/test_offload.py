@@ -238,7 +238,7 @@ def test_a_state_that_nobody_placed_is_moved_by_the_first_step() -> None:
     assert {x.sharding.memory_kind for x in jax.tree.leaves(moments[0].mu)} == {"pinned_host"}
 
 
-MODELS = [({}, {}), ({"parameters": True}, {}), ({"parameters": True}, {"scan": False})]
+MODELS = [({}, {}), ({"parameters": True}, {"scan": False})]
 
 
 @pytest.mark.slow

@@ -55,9 +55,12 @@ def test_public_models_have_the_gradients_of_one_device_with_nothing_excused(nam
     assert result.excused <= KEY_BIASES.get(name, 0), str(result)
 
 
+EACH = [(name, ("fsdp", "zero1")[i % 2]) for i, name in enumerate(public.PUBLIC)]
+"""Every public model under one of two plans; under the third, its gradients are compared above."""
+
+
 @pytest.mark.slow  # compiles a training step of a real model for one and for eight devices
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("name", public.PUBLIC)
+@pytest.mark.parametrize(("name", "plan"), EACH)
 def test_public_models_train_as_on_one_device(name, plan):
     _agrees(*public.train_step(name), PLANS[plan], steps=2)
 
@@ -89,7 +92,7 @@ def test_decoding_agrees(name):
 
 
 @pytest.mark.slow  # compiles a training step of unrolled layers for one device, and one of loops for eight
-@pytest.mark.parametrize("name", [*OURS, "public llama", "public t5", "public vit"])
+@pytest.mark.parametrize("name", [*OURS, "public t5", "public vit"])
 def test_every_pass_over_memory_at_once_trains_as_on_one_device(name):
     if name in OURS:
         fn, args = OURS[name].train_step(**SIZES, scan=False, dtype="float32")

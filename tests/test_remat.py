@@ -359,10 +359,8 @@ MODELS = {"llama": llama, "gpt2": gpt2, "encoder_decoder": encoder_decoder}
 
 
 COMBINATIONS = [
-    ("llama", {"fsdp": 8}, "minimal_with_context", {}),
     ("llama", {"fsdp": 4, "tensor": 2}, "minimal_offloaded", {"scan": False}),
     ("gpt2", {"fsdp": 4, "tensor": 2}, "qkv_proj_offloaded", {}),
-    ("encoder_decoder", {"fsdp": 8}, "full", {}),
     ("encoder_decoder", {"fsdp": 4, "tensor": 2}, "save_out_proj", {"scan": False}),
 ]
 
