@@ -41,7 +41,9 @@ def both(x: Any, w: Any, bias: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("fn", "shape"), [(most, (3, 6, 11)), (scaled, (3, 3, 11)), (both, (2, 5, 11))], ids=lambda v: str(v)
+    ("fn", "shape"),
+    [(most, (3, 6, 11)), (scaled, (3, 3, 11)), (both, (2, 5, 11))],
+    ids=lambda v: getattr(v, "__name__", str(v)),
 )
 def test_a_slice_goes_before_the_product(fn: Callable, shape: tuple[int, ...]) -> None:
     before, after = rewritten(fn)
