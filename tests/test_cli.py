@@ -144,6 +144,8 @@ def test_an_interrupted_compilation_says_so_and_leaves_nothing_behind(tmp_path, 
     with subprocess.Popen(
         [*XFORM, *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT,
         env={**environment(), "TMPDIR": str(tmp_path)},
+        # A shell has what it runs in the background ignore SIGINT, and that is inherited.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     ) as run:  # fmt: skip
         while not list(tmp_path.glob("xform-aot-*/dump")):  # the compiler is at work
             assert run.poll() is None

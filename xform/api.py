@@ -11,6 +11,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
+import os
+import sys
 import time
 import types
 import warnings
@@ -322,6 +324,10 @@ def _layouts_of(program: Program, args: Any, kwargs: Any) -> dict[Any, Layout]:
     }
 
 
+_INSTALLED = tuple(os.path.dirname(module.__file__ or "") for module in (jax, sys.modules[__name__]))
+"""Where the user's code is not: a warning names the line of the call."""
+
+
 def _warn_of_stacking(program: Program, leaves: Sequence[Any], name: str) -> None:
     rows = [group for group in program.in_groups if len(group) > 1]
     apart = sum(len(group) for group in rows if whole([leaves[i] for i in group]) is None)
@@ -329,7 +335,7 @@ def _warn_of_stacking(program: Program, leaves: Sequence[Any], name: str) -> Non
         warnings.warn(
             f"{name}: {apart} arrays come in the model's own tree, and are stacked in every call; .place(...)"
             " stacks them once",
-            stacklevel=2,
+            skip_file_prefixes=_INSTALLED,
         )
 
 
