@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.programs import Programs, W, X, flat
-from xform.higher_order import OPAQUE, bodies, carries, enter, operands, scan_parts
+from xform.higher_order import OPAQUE, SCATTERS, bodies, carries, enter, operands, scan_parts
 from xform.rewrite import rewrite
 from xform.trace import Jaxpr, check_jaxpr, trace_flat, typeof
 
@@ -74,6 +74,34 @@ def test_what_combines_two_scalars_and_kernels_are_opaque():
         if eqn.primitive.name in OPAQUE:
             assert not bodies(eqn)
             assert enter(eqn, lambda body, number: body.replace()) is eqn.params
+
+
+WRITES = {
+    "scatter": lambda x, i, u: x.at[i].set(u),
+    "scatter-add": lambda x, i, u: x.at[i].add(u),
+    "scatter-sub": lambda x, i, u: x.at[i].subtract(u),
+    "scatter-mul": lambda x, i, u: x.at[i].multiply(u),
+    "scatter-min": lambda x, i, u: x.at[i].min(u),
+    "scatter-max": lambda x, i, u: x.at[i].max(u),
+}
+
+
+def scatter_of(write):
+    found = traced(write, np.ones((7, 5), np.float32), np.int32([1, 4, 2]), np.ones((3, 5), np.float32)).eqns
+    (eqn,) = (e for e in found if "dimension_numbers" in e.params and e.primitive.name != "gather")
+    return eqn
+
+
+def test_the_scatters_are_called_what_jax_calls_them():
+    assert tuple(scatter_of(write).primitive.name for write in WRITES.values()) == SCATTERS == tuple(WRITES)
+
+
+@pytest.mark.parametrize("write", [*list(WRITES.values())[1:], lambda x, i, u: x.at[i].apply(jnp.sin)])
+def test_what_a_scatter_combines_two_scalars_by_is_not_entered(write):
+    eqn = scatter_of(write)
+    assert isinstance(eqn.params["update_jaxpr"], Jaxpr)
+    assert not bodies(eqn)
+    assert enter(eqn, lambda body, number: body.replace()) is eqn.params
 
 
 def test_operands_of_a_loop_are_its_constants_and_first_values():

@@ -2,11 +2,14 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 
+from xform import Plan, parallelize
 from xform.axes import find_axes
 from xform.models import llama
+from xform.passes.shard import Shard
 from xform.roles import find_roles
 from xform.roles.inputs import kinds
 
@@ -120,3 +123,72 @@ def test_a_table_of_learnt_positions_is_a_parameter_and_positions_are_data():
     found = kinds_of(loss, params, jnp.zeros((3, 7), jnp.int32), jnp.arange(7))
     assert {kind for path, kind in found.items() if path.startswith("[0]")} == {"parameter"}
     assert found["[1]"] == found["[2]"] == "data"
+
+
+GROUPS = jnp.asarray([0, 2, 1])
+
+
+def squared(x):
+    return jnp.square(x).mean()
+
+
+def scattered(write):
+    """The loss of an array of ones into which `write` puts x @ w [batch, 3, 3]."""
+    return lambda x, w: squared(write(jnp.ones((8, 5, 3)).at[:, GROUPS], x @ w))
+
+
+UNENTERED = {
+    "inverse": lambda x, w: squared(x @ jnp.linalg.inv(w)),
+    "eigenvalues": lambda x, w: squared(x * jnp.linalg.eigvalsh(w + w.T)),
+    "linear solve": lambda x, w: squared(
+        x * jax.lax.custom_linear_solve(lambda v: w @ v, w[0], lambda f, b: b / 3.0, lambda f, b: b / 3.0)
+    ),
+    "root": lambda x, w: squared(
+        x * jax.lax.custom_root(lambda y: y - w[0], w[1], lambda f, y: y - f(y), lambda g, y: y)
+    ),
+    "conjugate gradients": lambda x, w: squared(
+        x * jax.scipy.sparse.linalg.cg(lambda v: w @ v, w[0], maxiter=2)[0]
+    ),
+    "largest of groups": lambda x, w: squared(jax.ops.segment_max((x @ w)[:, 0].T, GROUPS, 3)),
+    "scatter": scattered(lambda at, u: at.set(u)),
+    "scatter-add": scattered(lambda at, u: at.add(u)),
+    "scatter-sub": scattered(lambda at, u: at.subtract(u)),
+    "scatter-mul": scattered(lambda at, u: at.multiply(u, unique_indices=True)),
+    "scatter-min": scattered(lambda at, u: at.min(u)),
+    "scatter-max": scattered(lambda at, u: at.max(u)),
+}
+
+
+@pytest.mark.parametrize("name", UNENTERED)
+def test_what_goes_into_an_activation_by_a_body_that_no_analysis_entered_is_a_parameter(name):
+    def step(params, tokens):
+        def loss(params):
+            return UNENTERED[name](params["table"][tokens], params["w"])
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+    w = jnp.asarray(np.random.default_rng(0).normal(size=(3, 3)), jnp.float32) + 3.0 * jnp.eye(3)
+    params, tokens = {"table": jnp.ones((11, 3)).at[2].set(2.0), "w": w}, jnp.arange(24).reshape(8, 3) % 11
+    found = kinds_of(step, params, tokens)
+    assert set(found.values()) == {"parameter", "data"} and found["[1]"] == "data"
+    planned = parallelize(step, Plan(mesh={"data": 8}, passes=[Shard(strict=False)]))(params, tokens)
+    for new, wanted in zip(
+        jax.tree.leaves(planned), jax.tree.leaves(jax.jit(step)(params, tokens)), strict=True
+    ):
+        np.testing.assert_allclose(new, wanted, rtol=1e-5, atol=1e-6)  # sums over devices in another order
+
+
+def test_statistics_whose_inverse_scales_gradients_are_the_optimizers():
+    def step(params, statistics, tokens):
+        def loss(params):
+            return squared(jnp.tanh(params["table"][tokens] @ params["w"]) @ params["table"].T)
+
+        grads = jax.grad(loss)(params)
+        scale = jnp.linalg.inv(statistics)
+        new = {"table": params["table"] - 0.1 * grads["table"], "w": params["w"] - scale @ grads["w"]}
+        return new, 0.9 * statistics + grads["w"] @ grads["w"].T
+
+    params = {"table": jnp.ones((56, 24)), "w": jnp.ones((24, 24))}
+    found = kinds_of(step, params, jnp.eye(24), jnp.zeros((3, 7), jnp.int32))
+    wanted = {"['table']": "parameter", "['w']": "parameter"}
+    assert found == {**{f"[0]{k}": v for k, v in wanted.items()}, "[1]": "optimizer", "[2]": "data"}

@@ -16,19 +16,18 @@ import jax
 
 from xform.trace import Jaxpr, JaxprEqn, in_shard_map, lazily
 
+SCATTERS = ("scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max")
+"""The primitives that write to places given by indices, as jax spells them. All but the first always hold the
+program that combines an old scalar with a new one; the first does where `x.at[i].apply` made it.
+"""
+
 OPAQUE: dict[str, str] = {
     "pallas_call": "a kernel is left whole",
     "mpmd_map": "a kernel is left whole",
     "reduce": "combines two scalars",
     "reduce_window": "combines two scalars",
-    "scatter": "combines two scalars",
-    "scatter-add": "combines two scalars",
-    "scatter_add": "combines two scalars",
-    "scatter_mul": "combines two scalars",
-    "scatter_min": "combines two scalars",
-    "scatter_max": "combines two scalars",
-    "scatter_sub": "combines two scalars",
     "select_and_scatter": "combines two scalars",
+    **dict.fromkeys(SCATTERS, "combines two scalars"),
 }
 """Primitives whose jaxpr parameters are not programs to enter, and why."""
 

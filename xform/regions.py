@@ -23,7 +23,7 @@ from xform.axes.rules import ELEMENTWISE
 from xform.trace import Jaxpr, JaxprEqn, Literal, Value, Var, at_equation, bind, fitted, shape_of
 
 _NOT_SLICED = """
-    sharding_constraint layout_constraint reshard relayout device_put copy_p pvary preduced reduced_vary_cast
+    sharding_constraint layout_constraint reshard relayout copy_p pvary preduced reduced_vary_cast
     vary_unreduced_cast xla_metadata_value random_fold_in random_gamma
 """
 """Elementwise operations that say where the whole lies, or that differ for a slice of it."""

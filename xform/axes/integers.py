@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from xform.higher_order import SCATTERS
 from xform.trace import Jaxpr, JaxprEqn, Literal, shape_of
 
 Places = list[tuple[int, Any, int]]
@@ -44,9 +45,7 @@ def _updated(eqn: JaxprEqn) -> Places:
 
 INDEXED: dict[str, Callable[[JaxprEqn], Places]] = {
     "gather": _gathered,
-    "scatter": _scattered,
-    "scatter-add": _scattered,
-    "scatter_add": _scattered,
+    **dict.fromkeys(SCATTERS, _scattered),
     "dynamic_slice": _sliced,
     "dynamic_update_slice": _updated,
 }

@@ -11,13 +11,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from xform.axes.factors import Factors, Raw, Shape
+from xform.higher_order import SCATTERS
 from xform.trace import JaxprEqn, shape_of
 
 Rule = Callable[[Factors, JaxprEqn, list[Shape]], Sequence[Shape]]
 
 _ELEMENTWISE = """
     abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz
-    complex conj convert_element_type copy copy_p cos cosh device_put digamma div eq eq_to erf erf_inv erfc
+    complex conj convert_element_type copy copy_p cos cosh digamma div eq eq_to erf erf_inv erfc
     exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow is_finite layout_constraint le
     le_to lgamma log log1p log2 logistic lt lt_to max min mul mulhi name ne neg nextafter not
     one_minus_square or polygamma population_count pow preduced pvary random_fold_in random_gamma real
@@ -35,7 +36,7 @@ def fresh(f: Factors, eqn: JaxprEqn, ins: list[Shape]) -> list[Shape]:
 
 
 def _each(f: Factors, eqn: JaxprEqn, ins: list[Shape]) -> list[Shape]:
-    """Result i has the dimensions of operand i: psum, optimization_barrier."""
+    """Result i has the dimensions of operand i: psum, optimization_barrier, device_put."""
     return ins[: len(eqn.outvars)]
 
 
@@ -374,13 +375,13 @@ RULES: dict[str, Rule] = {
         "iota empty empty2 axis_index platform_index random_seed rng_uniform create_token rng_bit_generator",
         fresh,
     ),
-    **_names("optimization_barrier psum pmax pmin ppermute pbroadcast psum_invariant", _each),
+    **_names("device_put optimization_barrier psum pmax pmin ppermute pbroadcast psum_invariant", _each),
     **_names("cumsum cumprod cummax cummin cumlogsumexp rev sort", _same),
     **_names("random_clone freeze ref new_ref", _first),
     **_names(
         "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin", _reduce
     ),
-    **_names("scatter scatter-add scatter_add scatter_sub scatter_mul scatter_min scatter_max", _scatter),
+    **dict.fromkeys(SCATTERS, _scatter),
     **_names("reduce_window reduce_window_sum reduce_window_max reduce_window_min", _reduce_window),
     **_names("random_bits random_split random_wrap random_unwrap", _leading),
     **_names("all_gather all_gather_invariant reduce_scatter psum_scatter all_to_all", _sized),

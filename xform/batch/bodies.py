@@ -179,6 +179,7 @@ BODIES: dict[str, Callable[[Case, Analyse], Outcome]] = {
     "core_call": call,
     "custom_jvp_call": custom_jvp,
     "custom_vjp_call": custom_vjp,
+    "eval_jaxpr": call,
     "jit": call,
     "remat2": remat,
     "scan": scan,

@@ -32,7 +32,9 @@ def flat(jaxpr: Jaxpr, also: int = -1) -> Jaxpr:
     """The program with the bodies of its outermost calls of jit, and of equation `also`, in their place."""
 
     def rule(site: Site) -> Sequence[Value] | None:
-        if site.path or (site.name not in ("jit", "closed_call", "core_call") and site.index != also):
+        if site.path or (
+            site.name not in ("jit", "closed_call", "core_call", "eval_jaxpr") and site.index != also
+        ):
             return None
         (body,) = [v for v in site.params.values() if isinstance(v, Jaxpr)]
         eqns = [eqn if source_line(eqn) else _at(eqn, site.eqn) for eqn in body.eqns]

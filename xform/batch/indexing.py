@@ -16,6 +16,9 @@ from xform.trace import Value, bind
 
 UNKNOWN = "it picks rows of the batch"
 
+ADDING = frozenset(("scatter-add", "scatter-sub"))
+"""Scatters that add what is written to what is there, or take it away."""
+
 
 def gather(case: Case) -> Outcome:
     operand, indices = case.states
@@ -96,7 +99,7 @@ def scatter(case: Case) -> Outcome:
     if all(s.is_same for s in case.states):
         return case.everywhere(SAME)
     if not any(s.is_rows for s in case.states):
-        if indices.is_same and case.name != "scatter_mul" and _additive(operand) and _additive(update):
+        if indices.is_same and _is_linear(case) and _additive(operand) and _additive(update):
             return case.everywhere(SUM)
         raise Mixes("not linear in a sum over the batch")
     if any(s.is_part and s is not operand for s in case.states):
@@ -124,6 +127,11 @@ def scatter(case: Case) -> Outcome:
     raise Mixes(UNKNOWN)
 
 
+def _is_linear(case: Case) -> bool:
+    """Whether a scatter of sums is the sum of scatters. `x.at[i].apply(f)` is a scatter with a program."""
+    return case.name in ADDING or (case.name == "scatter" and case.params["update_jaxpr"] is None)
+
+
 def _additive(state: State) -> bool:
     return state == SUM or state.zero
 
@@ -133,7 +141,7 @@ def _added_up(case: Case) -> Outcome:
     operand, indices, update = case.states
     numbers = case.params["dimension_numbers"]
     where = [j for j in range(len(case.shape(2))) if j not in numbers.update_window_dims]
-    if case.name not in ("scatter-add", "scatter_add") or not _additive(operand):
+    if case.name not in ADDING or not _additive(operand):
         raise Mixes("rows of the batch are written over one another")
     for s in (indices, update):
         if s.is_rows and s is update and s.dim not in where:

@@ -32,6 +32,7 @@ from xform.batch.states import (
     rows,
     rowwise,
 )
+from xform.higher_order import SCATTERS
 from xform.trace import Value, bind
 
 Rule = Callable[[Case], Outcome]
@@ -338,12 +339,13 @@ RULES: dict[str, Rule] = {
         "cholesky triangular_solve eigh lu qr svd householder_product",
         _apart_from(leading(2), "it goes along the batch"),
     ),
-    **_all("scatter scatter-add scatter_add scatter_sub scatter_mul scatter_min scatter_max", scatter),
+    **dict.fromkeys(SCATTERS, scatter),
     **_all("top_k approx_top_k", top_k),
     "bitcast_convert_type": _apart_from(lambda _: (), ""),
     "broadcast_in_dim": broadcast_in_dim,
     "concatenate": concatenate,
     "conv_general_dilated": convolution,
+    "device_put": each,
     "dot_general": dot_general,
     "dynamic_slice": dynamic_slice,
     "dynamic_update_slice": dynamic_update_slice,

@@ -26,7 +26,17 @@ from xform.trace import Var, shape_of
 SAME = frozenset({"name", "sharding_constraint", "reshape", "squeeze", "expand_dims", "stop_gradient"})
 """Operations whose result is their operand, in its place."""
 
-FUSED = ELEMENTWISE | {"broadcast_in_dim", "iota", "transpose", "slice", "split", "concatenate", "pad", "rev"}
+FUSED = ELEMENTWISE | {
+    "broadcast_in_dim",
+    "device_put",
+    "iota",
+    "transpose",
+    "slice",
+    "split",
+    "concatenate",
+    "pad",
+    "rev",
+}
 """Operations that are computed where their result is read."""
 
 PRODUCTS = frozenset({"dot_general", "ragged_dot_general", "conv_general_dilated"})

@@ -250,7 +250,7 @@ def _constant_origin(scope: Scope, var: Var) -> set[str]:
 
 
 _MOVES = """
-    transpose reshape squeeze broadcast_in_dim slice dynamic_slice convert_element_type copy
+    transpose reshape squeeze broadcast_in_dim slice dynamic_slice convert_element_type copy device_put
     sharding_constraint reshard stop_gradient optimization_barrier reduce_precision gather rev split stack
     unstack
 """

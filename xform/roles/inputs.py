@@ -54,7 +54,8 @@ def _reaching(
     reaching = wanted - from_gradient
     for index in range(len(jaxpr.eqns) - 1, -1, -1):
         eqn = jaxpr.eqns[index]
-        if bodies(eqn):
+        inner = range(len(bodies(eqn)))
+        if inner and all((index, number) in scope.children for number in inner):
             reaching |= _through(eqn, index, scope, roles, reaching, from_gradient)
         elif made[index] or any(v in reaching and v not in from_gradient for v in eqn.outvars):
             reaching.update(v for v in eqn.invars if type(v) is Var)

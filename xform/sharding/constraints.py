@@ -32,7 +32,7 @@ PRODUCTS = frozenset({"dot_general", "ragged_dot", "ragged_dot_general", "conv_g
 more.
 """
 
-SUMS = frozenset({"reduce_sum", "scatter", "scatter-add", "scatter_add"})
+SUMS = frozenset({"reduce_sum", "scatter", "scatter-add", "scatter-sub"})
 """Operations other than products that sum over the batch: a bias's or a scale's gradient, a table's."""
 
 SAME = frozenset({"convert_element_type", "copy", "reduce_precision", "transpose"})
@@ -98,7 +98,8 @@ class Places:
 
         if self.roles.is_activation(scope, var):
             lookup = eqn.primitive.name == "gather" and "embed" in flat
-            if not (product or carried or lookup) or sum(role in LENGTHS for role in flat) > 1:
+            lengths = sum(any(role in LENGTHS for role in dim) for dim in dims)
+            if not (product or carried or lookup) or lengths > 1:
                 return None
             if product and not carried and self._follows(body, eqn, "experts" in flat):
                 return None

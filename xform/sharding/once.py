@@ -34,7 +34,7 @@ from xform.roles import Roles
 from xform.sharding.layout import entry_axes
 from xform.trace import JaxprEqn, Literal, Value, Var, at_equation, bind, shape_of
 
-CALLS = frozenset({"jit", "closed_call", "core_call", "remat2"})
+CALLS = frozenset({"jit", "closed_call", "core_call", "eval_jaxpr", "remat2"})
 STEPS = frozenset({"convert_element_type", "copy", "sharding_constraint", "transpose"})
 """What may be done with a product before it is added up."""
 
