@@ -74,6 +74,32 @@ def test_axes_are_those_along_which_members_differ():
     }
 
 
+CUT = hlo_collectives.Mesh({"fsdp": 6, "tensor": 2}, (), {"fsdp": {"fsdp.x": 2, "fsdp.y": 3}})
+
+
+def test_a_stage_is_named_by_the_parts_of_axes_and_lies_in_its_axis():
+    found = {
+        ("fsdp", "fsdp.x"): [[0, 6], [1, 7]],
+        ("fsdp", "fsdp.y"): [[0, 2, 4]],
+        ("fsdp", "fsdp.x+fsdp.y"): [[0, 2, 4, 6, 8, 10]],
+        ("fsdp+tensor", "fsdp.x+tensor"): [[0, 1, 6, 7]],
+        ("tensor", None): [[0, 1]],
+    }
+    assert {(CUT.spanned(groups), CUT.stage(groups)) for groups in found.values()} == set(found)
+    assert MESH.stage([[0, 4]]) is None
+
+
+def test_an_axis_of_one_part_has_no_stages():
+    assert hlo_collectives.Mesh({"fsdp": 6}, (), {"fsdp": {"fsdp": 6}}).stage([[0, 1]]) is None
+
+
+def test_parts_that_do_not_make_up_their_axis_are_refused():
+    with pytest.raises(ValueError, match="axis fsdp of size 8 is not made up of the parts"):
+        hlo_collectives.Mesh({"fsdp": 8}, (), {"fsdp": {"fsdp.x": 2, "fsdp.y": 3}})
+    with pytest.raises(ValueError, match="axis data of size None"):
+        hlo_collectives.Mesh({"fsdp": 8}, (), {"data": {"data.x": 2}})
+
+
 SEND = """HloModule m, num_partitions=2
 
 ENTRY %main (x: f32[3,5]) -> token[] {

@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from xform.hlo import collectives as hlo_collectives
 from xform.hlo import costs as hlo_costs
 
 HEADER = "HloModule m, is_scheduled=true, num_partitions=4\n\n"
@@ -50,6 +51,43 @@ def test_an_async_wrapper_is_looked_into():
 %s = ((bf16[12,5]), bf16[3,5], u32[]) async-start(%y), calls=%wrapped
 ROOT %d = bf16[3,5] async-done(%s)"""
     assert counted(costs(entry, inner)) == {"reduce-scatter": (1, 90, 1)}
+
+
+def test_what_is_offloaded_to_another_core_is_found_where_it_is_called():
+    inner = f"""%offloaded (p: bf16[12,5]) -> bf16[3,5] {{
+  %p = bf16[12,5] parameter(0)
+  ROOT %r = bf16[3,5] reduce-scatter(%p), {GROUPS}, dimensions={{0}}, to_apply=%add
+}}, execution_thread="sparsecore"
+
+%wrapped (q: bf16[12,5]) -> bf16[3,5] {{
+  %q = bf16[12,5] parameter(0)
+  ROOT %c = bf16[3,5] custom-call(%q), custom_call_target="any", called_computations={{%offloaded}}
+}}, execution_thread="sparsecore"
+"""
+    entry = """%y = bf16[12,5] parameter(0)
+%s = ((), (), s32[7]) async-start(), async_execution_thread="sparsecore", calls=%wrapped
+%u = ((bf16[12,5]), bf16[3,5], s32[7]) async-update(%s, %y)
+ROOT %d = bf16[3,5] async-done(%u)"""
+    assert counted(costs(entry, inner)) == {"reduce-scatter": (1, 90, 1)}
+
+
+def test_stages_of_an_axis_are_told_apart_and_their_bytes_add_up_to_its_own():
+    entry = """%x = bf16[3,5] parameter(0)
+%g = bf16[6,5] all-gather(%x), replica_groups={{0,1},{2,3}}, dimensions={0}
+ROOT %h = bf16[12,5] all-gather(%g), replica_groups={{0,2},{1,3}}, dimensions={0}"""
+    text = f"{HEADER}ENTRY %main (x: bf16[3,5]) -> bf16[12,5] {{\n{entry}\n}}\n"
+    mesh = hlo_collectives.Mesh({"fsdp": 4}, (), {"fsdp": {"fsdp.x": 2, "fsdp.y": 2}})
+    found = hlo_costs.costs(text, mesh)
+    assert found.axes == {"fsdp": {"all-gather": hlo_costs.Traffic(2, 90)}}
+    assert found.stages == {
+        "fsdp": {
+            "fsdp.y": {"all-gather": hlo_costs.Traffic(1, 30)},
+            "fsdp.x": {"all-gather": hlo_costs.Traffic(1, 60)},
+        }
+    }
+    total = hlo_costs.Costs()
+    total.add(found)
+    assert total.stages == found.stages
 
 
 ASYNC = """%start (p: bf16[3,5]) -> (bf16[3,5], bf16[12,5]) {

@@ -6,9 +6,9 @@ count is what the cloud's accelerator types count: chips for v5e and v6e, Tensor
 and tpu7x.
 
 Sources:
-- Chips (memory, peak, pod size), accelerator types, slice shapes: the pages v4, v5e, v5p, v6e and tpu7x of
-  https://cloud.google.com/tpu/docs. Clocks: the peak over what the matrix units do in a cycle (v4, v5p 8 of
-  128x128 a chip, v5e 4 of them, v6e and tpu7x counted in the same unit).
+- Chips (memory, its bandwidth, peak, pod size), accelerator types, slice shapes: the pages v4, v5e, v5p, v6e
+  and tpu7x of https://cloud.google.com/tpu/docs. Clocks: the peak over what the matrix units do in a cycle
+  (v4, v5p 8 of 128x128 a chip, v5e 4 of them, v6e and tpu7x counted in the same unit).
 - Wrap-around links, cubes: "All 4x4x4 and larger slices (one cube) have full 3D torus",
   https://cloud.google.com/tpu/docs/v5p; v4 and tpu7x are built of the same cubes. Lines of 16 of v5e and v6e
   close into rings, shorter ones don't (v5e-256 is a torus, v5e-128 wraps in one dimension), as MaxText's
@@ -44,7 +44,9 @@ GIB = 1 << 30
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A generation of TPU. `hbm` (bytes), `peak_flops` (bfloat16) and `clock` (Hz) are of one JAX device."""
+    """A generation of TPU. `hbm` (bytes), `bandwidth` of that memory (bytes a second), `peak_flops`
+    (bfloat16) and `clock` (Hz) are of one JAX device.
+    """
 
     name: str
     aliases: tuple[str, ...]
@@ -53,6 +55,7 @@ class Kind:
     counted: int  # what one chip counts in names: 2 where names count cores
     devices: int  # JAX devices a chip
     hbm: int
+    bandwidth: float
     peak_flops: float
     clock: float
     small: tuple[tuple[int, ...], ...]  # the slices that are not built of whole cubes, or all of them in 2-D
@@ -62,13 +65,20 @@ class Kind:
 _FLAT = ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16))
 _PARTS = ((1, 1, 1), (2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 
+# fmt: off
 KINDS = (
-    Kind("v4", ("tpuv4",), 3, "megacore", 2, 1, 32 * GIB, 275e12, 1.05e9, _PARTS, 4096),
-    Kind("v5e", ("v5litepod", "v5lite", "tpuv5e"), 2, "default", 1, 1, 16 * GIB, 197e12, 1.5e9, _FLAT, 256),
-    Kind("v5p", ("v5", "tpuv5p"), 3, "megacore", 2, 1, 95 * GIB, 459e12, 1.75e9, _PARTS, 8960),
-    Kind("v6e", ("v6lite", "trillium", "tpuv6e"), 2, "default", 1, 1, 32 * GIB, 918e12, 1.75e9, _FLAT, 256),
-    Kind("tpu7x", ("v7x", "tpu7", "ironwood"), 3, "default", 2, 2, 96 * GIB, 1153.5e12, 2.2e9, _PARTS, 9216),
+    Kind("v4", ("tpuv4",), 3, "megacore", 2, 1,
+         32 * GIB, 1200e9, 275e12, 1.05e9, _PARTS, 4096),
+    Kind("v5e", ("v5litepod", "v5lite", "tpuv5e"), 2, "default", 1, 1,
+         16 * GIB, 819e9, 197e12, 1.5e9, _FLAT, 256),
+    Kind("v5p", ("v5", "tpuv5p"), 3, "megacore", 2, 1,
+         95 * GIB, 2765e9, 459e12, 1.75e9, _PARTS, 8960),
+    Kind("v6e", ("v6lite", "trillium", "tpuv6e"), 2, "default", 1, 1,
+         32 * GIB, 1638e9, 918e12, 1.75e9, _FLAT, 256),
+    Kind("tpu7x", ("v7x", "tpu7", "ironwood"), 3, "default", 2, 2,
+         96 * GIB, 7380e9 / 2, 1153.5e12, 2.2e9, _PARTS, 9216),
 )
+# fmt: on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +111,11 @@ class Topology:
     def hbm(self) -> int:
         """Bytes of device memory a device. The compiler keeps some back (v5e offers 15.75 of its 16 GiB)."""
         return self.kind.hbm
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes a second between a device and its memory."""
+        return self.kind.bandwidth
 
     @property
     def peak_flops(self) -> float:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +27,18 @@ from xform.aot import child as aot_child
 from xform.aot.donation import Donation, donation
 from xform.errors import PlanError
 from xform.hlo import buffers
+from xform.hlo import collectives as hlo_collectives
 from xform.hlo import costs as hlo_costs
-from xform.report import Report
+from xform.hlo import overlap as hlo_overlap
+from xform.report import Report, Traffic
 from xform.topologies import ENVIRONMENT, Topology, prepare_environment
 from xform.trace import Jaxpr
 
 POLL_SECONDS = 0.05
 PROGRESS_SECONDS = 5.0
 WORTH_NAMING = 1000  # buffers of at least this part of a device's memory are named
+SMALL = 0.001  # of the bytes on the wire: below it a stage is not shown
+WHERE = 16  # columns for the axes that a collective spans, at least
 SCOPES = 12  # parts of the model whose cycles are shown
 _SCHEDULED = "*.after_optimizations_after_buffer_assignment.txt"
 _BUFFERS = "*.after_optimizations-buffer-assignment.txt"
@@ -58,7 +62,8 @@ class Result:
     """What one compilation told; all figures are per device and call.
 
     `memory` is in bytes; `peak`, and `costs.cycles` with it, only where `full`. `hlo_text` is the scheduled
-    module. `ideal_flops`: what the model needs of them, where that was given.
+    module. `ideal_flops`: what the model needs of them, where that was given. `written`: what the program
+    sends as it is written, where its collectives are written out.
     """
 
     topology: Topology
@@ -66,15 +71,17 @@ class Result:
     seconds: dict[str, float]
     memory: dict[str, int | None]
     costs: hlo_costs.Costs
+    overlap: hlo_overlap.Overlap
     hlo_text: str
     full: bool
     donation: Donation
     ideal_flops: float | None = None
+    written: Traffic | None = None
 
     @property
     def notes(self) -> list[str]:
         donated = f"{self.donation}{_sized(self.memory['alias'], ' ({})')}"
-        return [donated, *self.costs.notes, *([] if self.full else [_UNFINISHED])]
+        return [donated, *self.costs.notes, *self.overlap.notes, *([] if self.full else [_UNFINISHED])]
 
     @property
     def cycles(self) -> int | None:
@@ -98,6 +105,15 @@ class Result:
                 axes: {kind: traffic.to_json() for kind, traffic in sorted(kinds.items())}
                 for axes, kinds in sorted(costs.axes.items())
             },
+            "collectives_by_stage": {
+                axes: {
+                    stage: {kind: traffic.to_json() for kind, traffic in sorted(kinds.items())}
+                    for stage, kinds in sorted(stages.items())
+                }
+                for axes, stages in sorted(costs.stages.items())
+            },
+            "written": None if self.written is None else _written_json(self.written, costs),
+            "overlap": self.overlap.to_json(),
             "cycles": self.cycles,
             "cycles_by_scope": dict(sorted(costs.scopes.items())) if self.full else None,
             "dot_flops": costs.flops,
@@ -127,14 +143,18 @@ def compile_lowered(
     progress: Callable[[str], None] | None = None,
     ideal_flops: float | None = None,
     directory: Path | None = None,
+    parts: Mapping[str, Mapping[str, int]] | None = None,
+    written: Traffic | None = None,
 ) -> Result:
     """Compile a program lowered for devices of `topology`: `jax.jit(...).lower(...)` with shardings on them.
 
     Stops before code generation unless `full`. `seconds` are those that were spent before (trace, rewrite,
     lower), to be reported with this compilation's. `progress` is told, now and then, what is going on.
     `ideal_flops`: what the model needs for one call, on all devices together (`xform.flops`). `directory`:
-    an empty one, in which what the compiler writes down is left (under `dump`). Raises OutOfDeviceMemory,
-    CompilerError, and PlanError without libtpu.
+    an empty one, in which what the compiler writes down is left (under `dump`). `parts`: how axes of the mesh
+    are cut for collectives that run in stages, as `collectives.Mesh` has it. `written`: what the program
+    sends as it is written, to be reported beside what is compiled. Raises OutOfDeviceMemory, CompilerError,
+    and PlanError without libtpu.
     """
     prepare_environment()
     start = time.monotonic()
@@ -144,17 +164,22 @@ def compile_lowered(
         _run_child(work, full, progress or (lambda line: None))
         text, memory = _outcome(work, full, topology)
     axes = dict(mesh.shape)
-    slices = [getattr(device, "slice_index", None) or 0 for device in mesh.devices.flat]
+    slices = tuple(getattr(device, "slice_index", None) or 0 for device in mesh.devices.flat)
+    partitions = hlo_collectives.Mesh(axes, slices, parts or {})
+    module = hlo.parse(text)
+    chip = hlo_overlap.Chip(topology.peak_flops, topology.bandwidth, topology.clock)
     result = Result(
         topology,
         axes,
         dict(seconds or {}),
         memory,
-        hlo_costs.costs(text, axes, slices),
+        hlo_costs.costs(module, partitions),
+        hlo_overlap.overlap(module, chip, partitions),
         text,
         full,
         donation(lowered, text),
         ideal_flops / mesh.size if ideal_flops else None,
+        written,
     )
     result.seconds["compile"] = time.monotonic() - start
     return result
@@ -268,6 +293,8 @@ def _rendered(result: Result) -> list[str]:
     held = f"{'peak' if memory.get('peak') else 'in all'} {_gb(_held(memory))} of {_gb(topology.hbm)}"
     lines.append(f"memory     {', '.join(parts)}; {held}")
     lines += _traffic_lines(costs)
+    lines += [] if result.written is None else _written_lines(result.written, costs)
+    lines += _overlap_lines(result.overlap)
     lines += [_flops_line(result)]
     if result.full:
         milliseconds = costs.cycles / topology.clock * 1e3
@@ -308,13 +335,95 @@ def _traffic_lines(costs: hlo_costs.Costs) -> list[str]:
         rows += [("", kind, traffic) for kind, traffic in sorted(costs.collectives.items())]
     for axes, kinds in sorted(costs.axes.items()):
         rows += [(f"over {axes}", kind, traffic) for kind, traffic in sorted(kinds.items())]
+        for stage, parts in sorted(costs.stages.get(axes, {}).items()):
+            if parts != kinds:  # else all of the axis's traffic is of this one stage
+                rows += [(f"  in {stage}", kind, traffic) for kind, traffic in sorted(parts.items())]
+    width = max(WHERE, *(len(where) for where, _, _ in rows))
     lines = []
     for index, (where, kind, traffic) in enumerate(rows):
         lead = "wire" if index == 0 else ""
         overlap = f", {traffic.async_count} asynchronous" if traffic.async_count else ""
-        lines.append(
-            f"{lead:10} {where:16} {kind:20} {_gb(traffic.wire_bytes):>12} {traffic.count:6} times{overlap}"
-        )
+        amount = f"{_gb(traffic.wire_bytes):>12} {traffic.count:6} times{overlap}"
+        lines.append(f"{lead:10} {where:{width}} {kind:20} {amount}")
+    return lines
+
+
+def _written_lines(written: Traffic, costs: hlo_costs.Costs) -> list[str]:
+    """What the program sends as it is written, the plan's bound, and beside both what is compiled."""
+    rows = [("all", f"{_gb(written.total):>12}, compiled {_gb(costs.wire_bytes)}")]
+    rows += [
+        (stage, f"{_gb(wrote):>12}, compiled {_gb(compiled)}")
+        for stage, wrote, compiled in _stages(written, costs)
+        if max(wrote, compiled) > SMALL * written.total
+    ]
+    if written.bound:
+        weights = _over(costs, written.batch)
+        said = f"compiled {_gb(weights)}, {weights / written.bound:.2f} of it"
+        rows.append(("bound", f"{_gb(written.bound):>12} for weights and their gradients, {said}"))
+    width = max(WHERE, *(len(where) for where, _ in rows))
+    leads = ["written", *[""] * len(rows)]
+    return [f"{lead:10} {where:{width}} {said}" for lead, (where, said) in zip(leads, rows, strict=False)]
+
+
+def _written_json(written: Traffic, costs: hlo_costs.Costs) -> dict[str, Any]:
+    return {
+        "wire_bytes": round(written.total),
+        "weights": {
+            "wire_bytes": round(written.weights),
+            "compiled_bytes": round(_over(costs, written.batch)),
+            "bound_bytes": round(written.bound),
+        },
+        "by_stage": {
+            stage: {"wire_bytes": round(wrote), "compiled_bytes": round(compiled)}
+            for stage, wrote, compiled in _stages(written, costs)
+        },
+    }
+
+
+def _over(costs: hlo_costs.Costs, axes: Collection[str]) -> float:
+    """Bytes on the wire of collectives over these axes of the mesh, or some of them, and no other."""
+    return sum(_bytes(kinds) for over, kinds in costs.axes.items() if set(over.split("+")) <= set(axes))
+
+
+def _stages(written: Traffic, costs: hlo_costs.Costs) -> list[tuple[str, float, float]]:
+    """The stages, or axes that are not cut, that anything goes over: bytes as written and as compiled."""
+    found: dict[frozenset[str], list[Any]] = {}
+    for stages in written.axes.values():
+        for stage, nbytes in stages.items():
+            found.setdefault(frozenset(stage.split("+")), [stage, 0.0, 0.0])[1] += nbytes
+    for axes, kinds in costs.axes.items():
+        for stage, part in (costs.stages.get(axes) or {axes: kinds}).items():
+            found.setdefault(frozenset(stage.split("+")), [stage, 0.0, 0.0])[2] += _bytes(part)
+    rows = [(stage, wrote, compiled) for stage, wrote, compiled in found.values()]
+    return sorted(rows, key=lambda row: -max(row[1:]))
+
+
+def _bytes(kinds: Mapping[str, hlo_costs.Traffic]) -> float:
+    return sum(traffic.wire_bytes for traffic in kinds.values())
+
+
+def _overlap_lines(overlap: hlo_overlap.Overlap) -> list[str]:
+    """What is asynchronous, and how much compute stands between starts and dones."""
+    if not overlap.axes:
+        return []
+    by = "by the compiler's cycles" if overlap.by_cycles else "at peak and memory bandwidth, at least"
+    share = overlap.beside / overlap.seconds if overlap.seconds else 0.0
+    rows = [
+        (axes, kind, total)
+        for axes, kinds in sorted(overlap.axes.items())
+        for kind, total in sorted(kinds.items())
+    ]
+    late = sum(total.sync_bytes for _, _, total in rows)
+    lines = [
+        f"overlap    collectives are in flight beside {share:.1%} of all compute"
+        f" ({overlap.beside * 1e3:,.3g} of {overlap.seconds * 1e3:,.3g} ms {by}); {_gb(late)} synchronous"
+    ]
+    for axes, kind, total in rows:
+        if total.async_bytes:
+            between = (
+                f"{_gb(total.async_bytes):>12} asynchronous, {total.seconds * 1e3:,.3g} ms of compute between"
+            )
+            lines.append(f"{'':10} {f'over {axes}':{WHERE}} {kind:20} {between}")
     return lines
 
 

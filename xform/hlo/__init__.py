@@ -1,7 +1,7 @@
 """What the compiler made of a program, read from its HLO text.
 
 `module` reads the text; `trips` says how often loops run, `collectives` what is sent, `costs` adds it all up,
-`buffers` reads the memory.
+`overlap` says what runs beside collectives, `buffers` reads the memory.
 """
 
 from xform.hlo.module import (

@@ -12,6 +12,7 @@ import dataclasses
 import itertools
 import math
 import re
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -25,10 +26,23 @@ OPCODES = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class Mesh:
-    """Axes and sizes in the order in which partitions are numbered, and the slice of each partition."""
+    """Axes and sizes in the order in which partitions are numbered, and the slice of each partition.
+
+    `parts` cuts axes finer, for collectives that run in stages: an axis to its parts and their sizes, the
+    outermost first, `{"fsdp": {"fsdp.x": 4, "fsdp.y": 4}}`; axes that it leaves out are whole. ValueError
+    where parts do not make up their axis.
+    """
 
     axes: dict[str, int]
     slices: tuple[int, ...] = ()
+    parts: Mapping[str, Mapping[str, int]] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for axis, parts in self.parts.items():
+            if math.prod(parts.values()) != self.axes.get(axis):
+                raise ValueError(
+                    f"axis {axis} of size {self.axes.get(axis)} is not made up of the parts {dict(parts)}"
+                )
 
     def of_all(self, found: list[list[int]], devices: int) -> list[list[int]]:
         """Groups in the numbers of all partitions; a module of one slice among several has its own."""
@@ -39,15 +53,29 @@ class Mesh:
 
     def spanned(self, found: list[list[int]]) -> str:
         """The axes along which members of any group differ, `fsdp` or `fsdp+tensor`."""
-        shape = tuple(self.axes.values())
-        if any(member >= math.prod(shape) for group in found for member in group):
-            return "(another mesh)"
-        differing: set[int] = set()
-        if shape:
-            for group in found:
-                places = np.array(np.unravel_index(np.array(group), shape))
-                differing |= set(np.nonzero((places != places[:, :1]).any(axis=1))[0].tolist())
-        return "+".join(axis for index, axis in enumerate(self.axes) if index in differing) or "(none)"
+        return _spanned(self.axes, found)
+
+    def stage(self, found: list[list[int]]) -> str | None:
+        """The same in parts of axes, `fsdp.x`; None where no axis that is spanned is cut."""
+        cut = [axis for axis, parts in self.parts.items() if len(parts) > 1]
+        if not set(cut) & set(self.spanned(found).split("+")):
+            return None
+        finer: dict[str, int] = {}
+        for axis, size in self.axes.items():
+            finer |= self.parts.get(axis, {axis: size})
+        return _spanned(finer, found)
+
+
+def _spanned(axes: Mapping[str, int], found: list[list[int]]) -> str:
+    shape = tuple(axes.values())
+    if any(member >= math.prod(shape) for group in found for member in group):
+        return "(another mesh)"
+    differing: set[int] = set()
+    if shape:
+        for group in found:
+            places = np.array(np.unravel_index(np.array(group), shape))
+            differing |= set(np.nonzero((places != places[:, :1]).any(axis=1))[0].tolist())
+    return "+".join(axis for index, axis in enumerate(axes) if index in differing) or "(none)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +85,7 @@ class Collective:
     kind: str
     wire_bytes: float
     groups: list[list[int]]
+    asynchronous: bool = False  # runs beside what is scheduled until its done
 
 
 def base(opcode: str) -> str:
@@ -80,6 +109,46 @@ def read(
     found = groups(instruction, devices)
     factor = _factor(kind or opcode, max(map(len, found)))
     return Collective(kind or opcode, payload * factor, mesh.of_all(found, devices))
+
+
+def started(
+    module: hlo.Module, computation: hlo.Computation, instruction: hlo.Instruction, mesh: Mesh
+) -> list[Collective]:
+    """The collectives that a scheduled instruction starts or runs, each once, wherever they are hidden.
+
+    Bodies of loops, conditionals and calls are schedules of their own, and not looked into.
+    """
+    opcode = instruction.opcode
+    crossing = between_slices(computation, instruction, mesh)
+    if crossing is not None:
+        return [dataclasses.replace(crossing, asynchronous=True)]
+    if base(opcode) in OPCODES and not opcode.endswith("-done"):
+        found = read(computation, instruction, module.devices, mesh)
+        return [dataclasses.replace(found, asynchronous=opcode.endswith("-start"))]
+    if opcode in ("fusion", "async-start"):
+        return _inside(module, module.body(instruction.called), mesh, opcode == "async-start")
+    return []
+
+
+def _inside(
+    module: hlo.Module, body: hlo.Computation | None, mesh: Mesh, asynchronous: bool
+) -> list[Collective]:
+    """The collectives in a fusion or an asynchronous wrapper, which may call what another core runs."""
+    if body is None:
+        return []
+    found: list[Collective] = []
+    targets = {instruction.target for instruction in body if instruction.opcode == "custom-call"}
+    for instruction in body:
+        if base(instruction.opcode) in OPCODES and not instruction.opcode.endswith("-done"):
+            part = role(body, instruction, targets)
+            if part != "repeated":
+                kind = "reduce-scatter" if is_scattered(body, instruction) else None
+                collective = read(body, instruction, module.devices, mesh, kind)
+                found.append(dataclasses.replace(collective, asynchronous=asynchronous or part == "start"))
+        else:
+            offloaded = (instruction.attribute("called_computations") or "").strip("{}%")
+            found += _inside(module, module.body(instruction.called or offloaded), mesh, asynchronous)
+    return found
 
 
 def between_slices(

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from xform.hlo import collectives as hlo_collectives
 from xform.hlo import module as hlo
 from xform.hlo import trips as hlo_trips
-from xform.hlo.collectives import OPCODES, base
+from xform.hlo.collectives import base
 
 KERNEL = "tpu_custom_call"
 
@@ -60,10 +60,14 @@ class Kernel:
 
 @dataclasses.dataclass
 class Costs:
-    """Per device and call. `axes` has the same traffic by the mesh axes it spans, `fsdp` or `fsdp+tensor`."""
+    """Per device and call. `axes` has the same traffic by the mesh axes it spans, `fsdp` or `fsdp+tensor`.
+
+    `stages` has it by the parts of axes besides, where axes are cut: `stages["fsdp"]["fsdp.x"]`.
+    """
 
     collectives: dict[str, Traffic] = dataclasses.field(default_factory=dict)
     axes: dict[str, dict[str, Traffic]] = dataclasses.field(default_factory=dict)
+    stages: dict[str, dict[str, dict[str, Traffic]]] = dataclasses.field(default_factory=dict)
     dot_flops: dict[str, float] = dataclasses.field(
         default_factory=dict
     )  # by phase: forward, backward, remat
@@ -87,6 +91,9 @@ class Costs:
         """Add the costs of a part."""
         tables = [(self.collectives, other.collectives), (self.host, other.host)]
         tables += [(self.axes.setdefault(axes, {}), kinds) for axes, kinds in other.axes.items()]
+        for axes, stages in other.stages.items():
+            own = self.stages.setdefault(axes, {})
+            tables += [(own.setdefault(stage, {}), kinds) for stage, kinds in stages.items()]
         for mine, theirs in tables:
             for kind, part in theirs.items():
                 mine.setdefault(kind, Traffic()).merge(part)
@@ -103,14 +110,20 @@ class Costs:
         self.notes += [note for note in other.notes if note not in self.notes]
 
 
-def costs(text: str | hlo.Module, mesh: Mapping[str, int] | None = None, slices: Sequence[int] = ()) -> Costs:
+def costs(
+    text: str | hlo.Module,
+    mesh: Mapping[str, int] | hlo_collectives.Mesh | None = None,
+    slices: Sequence[int] = (),
+) -> Costs:
     """The costs of a module, given as text or parsed.
 
-    `mesh` maps axes to sizes, in the order in which partitions are numbered; `slices` is the slice of each
-    partition.
+    `mesh` maps axes to sizes, in the order in which partitions are numbered, and `slices` is the slice of
+    each partition; a `collectives.Mesh` says both, and how axes are cut.
     """
     module = hlo.parse(text) if isinstance(text, str) else text
-    reader = _Reader(module, hlo_collectives.Mesh(dict(mesh or {}), tuple(slices)))
+    if not isinstance(mesh, hlo_collectives.Mesh):
+        mesh = hlo_collectives.Mesh(dict(mesh or {}), tuple(slices))
+    reader = _Reader(module, mesh)
     reader.walk(module.entry, 1, lambda number, path: None)
     return reader.costs
 
@@ -135,14 +148,16 @@ class _Reader:
                 self.costs.cycles += cycles * times
                 scope = scope_of(instruction.op_name) or f"({_slashed(instruction.op_name)[-1] or 'unnamed'})"
                 self.costs.scopes[scope] = self.costs.scopes.get(scope, 0) + cycles * times
+            for found in hlo_collectives.started(self.module, computation, instruction, self.mesh):
+                self.collective(found, times)
             if opcode == "while":
-                found = hlo_trips.trips(self.module, computation, instruction, bind)
-                if found.doubt:
-                    self.note(f"loop {instruction.op_name or instruction.name}: {found.doubt}")
+                trips = hlo_trips.trips(self.module, computation, instruction, bind)
+                if trips.doubt:
+                    self.note(f"loop {instruction.op_name or instruction.name}: {trips.doubt}")
                 body = self.module.body(instruction.attribute("body"))
                 if body is not None:
                     inner = hlo_trips.enter(self.module, computation, instruction, bind)
-                    self.walk(body, times * found.count, inner)
+                    self.walk(body, times * trips.count, inner)
             elif opcode == "conditional":
                 self.branch(computation, instruction, times, bind)
             elif opcode == "call":
@@ -159,31 +174,19 @@ class _Reader:
     def branch(
         self, computation: hlo.Computation, call: hlo.Instruction, times: int, bind: hlo_trips.Bind
     ) -> None:
-        dearest = Costs()
         branches = self.module.branches(call)
-        for index, body in enumerate(branches):
-            reader = _Reader(self.module, self.mesh)
-            reader.walk(body, times, hlo_trips.enter(self.module, computation, call, bind, first=index + 1))
-            if _weight(reader.costs) >= _weight(dearest):
-                dearest = reader.costs
-        self.costs.add(dearest)
+        _, part = dearest(self.module, self.mesh, computation, call, times, bind)
+        self.costs.add(part)
         if len(branches) > 1:
             self.note(f"conditional {call.op_name or call.name}: its dearest branch counts")
 
     def fused(self, body: hlo.Computation | None, times: int, asynchronous: bool = False) -> None:
-        """What runs inside a fusion or an asynchronous wrapper: dots, collectives, copies to the host."""
+        """What runs inside a fusion or an asynchronous wrapper besides collectives: dots, host copies."""
         if body is None:
             return
-        targets = {instruction.target for instruction in body if instruction.opcode == "custom-call"}
         for instruction in body:
             if instruction.opcode in ("fusion", "call"):
                 self.fused(self.module.body(instruction.called), times, asynchronous)
-            elif base(instruction.opcode) in OPCODES:
-                role = hlo_collectives.role(body, instruction, targets)
-                if role != "repeated":
-                    kind = "reduce-scatter" if hlo_collectives.is_scattered(body, instruction) else None
-                    found = hlo_collectives.read(body, instruction, self.module.devices, self.mesh, kind)
-                    self.collective(found, times, asynchronous or role == "start")
             else:
                 self.single(body, instruction, times, asynchronous)
 
@@ -194,37 +197,51 @@ class _Reader:
         times: int,
         asynchronous: bool = False,
     ) -> None:
-        opcode, devices = instruction.opcode, self.module.devices
-        crossing = hlo_collectives.between_slices(computation, instruction, self.mesh)
-        if crossing is not None:
-            self.collective(crossing, times, asynchronous=True)
-        elif opcode in ("dot", "convolution"):
+        opcode = instruction.opcode
+        if flops := _flops(computation, instruction):
             phase = phase_of(instruction.op_name)
-            flops = (_dot_flops if opcode == "dot" else _convolution_flops)(computation, instruction)
             self.costs.dot_flops[phase] = self.costs.dot_flops.get(phase, 0.0) + flops * times
             if phase == "remat":
                 self.costs.again[flops] += times
-        elif base(opcode) in OPCODES and not opcode.endswith("-done"):
-            found = hlo_collectives.read(computation, instruction, devices, self.mesh)
-            self.collective(found, times, asynchronous or opcode.endswith("-start"))
         elif opcode == "custom-call" and instruction.target == KERNEL:
             # XLA appends to the name what tells instances apart: splash_fwd.3, double.2.x_ref
             kernel = self.costs.kernels.setdefault(instruction.name.partition(".")[0], Kernel())
-            claimed = re.search(r'"cost_estimate":\{[^}]*"flops":"?(\d+)', instruction.rest)
             kernel.count += times
-            kernel.claimed_flops += times * (int(claimed[1]) if claimed else 0)
+            kernel.claimed_flops += times * claimed(instruction, "flops")
         elif moved := _host_bytes(computation, instruction):
             way, nbytes = moved
             asynchronous = asynchronous or opcode.endswith("-start")
             self.costs.host.setdefault(way, Traffic()).add(times, nbytes, asynchronous)
 
-    def collective(self, found: hlo_collectives.Collective, times: int, asynchronous: bool) -> None:
+    def collective(self, found: hlo_collectives.Collective, times: int) -> None:
         if found.kind == "ragged-all-to-all":
             self.note("ragged all-to-all: bytes are those of the whole buffer, an upper bound")
-        self.costs.collectives.setdefault(found.kind, Traffic()).add(times, found.wire_bytes, asynchronous)
+        tables = [self.costs.collectives]
         if self.mesh.axes:
-            kinds = self.costs.axes.setdefault(self.mesh.spanned(found.groups), {})
-            kinds.setdefault(found.kind, Traffic()).add(times, found.wire_bytes, asynchronous)
+            axes, stage = self.mesh.spanned(found.groups), self.mesh.stage(found.groups)
+            tables.append(self.costs.axes.setdefault(axes, {}))
+            if stage is not None:
+                tables.append(self.costs.stages.setdefault(axes, {}).setdefault(stage, {}))
+        for table in tables:
+            table.setdefault(found.kind, Traffic()).add(times, found.wire_bytes, found.asynchronous)
+
+
+def dearest(
+    module: hlo.Module,
+    mesh: hlo_collectives.Mesh,
+    computation: hlo.Computation,
+    call: hlo.Instruction,
+    times: int,
+    bind: hlo_trips.Bind,
+) -> tuple[int, Costs]:
+    """Of a conditional the dearest branch, by number, and the costs of `times` runs of it."""
+    number, costs = 0, Costs()
+    for index, body in enumerate(module.branches(call)):
+        reader = _Reader(module, mesh)
+        reader.walk(body, times, hlo_trips.enter(module, computation, call, bind, first=index + 1))
+        if _weight(reader.costs) >= _weight(costs):
+            number, costs = index, reader.costs
+    return number, costs
 
 
 def _weight(part: Costs) -> tuple[float, float, int]:
@@ -267,6 +284,31 @@ def _host_bytes(computation: hlo.Computation, instruction: hlo.Instruction) -> t
 
 
 # Arithmetic
+
+
+def flops_of(module: hlo.Module, computation: hlo.Computation, instruction: hlo.Instruction) -> float:
+    """Floating-point operations of one run of an instruction: its dots and convolutions, fused ones too.
+
+    Of a kernel they are what its author claims; bodies of loops, conditionals and calls are not looked into.
+    """
+    if instruction.target == KERNEL:
+        return claimed(instruction, "flops")
+    body = module.body(instruction.called) if instruction.opcode == "fusion" else None
+    if body is not None:
+        return sum(flops_of(module, body, inner) for inner in body)
+    return _flops(computation, instruction)
+
+
+def claimed(kernel: hlo.Instruction, key: str) -> int:
+    """What a kernel's cost estimate says of `flops` or `bytes_accessed`; 0 where it says nothing."""
+    found = re.search(rf'"cost_estimate":\{{[^}}]*"{key}":"?(\d+)', kernel.rest)
+    return int(found[1]) if found else 0
+
+
+def _flops(computation: hlo.Computation, instruction: hlo.Instruction) -> float:
+    if instruction.opcode == "dot":
+        return _dot_flops(computation, instruction)
+    return _convolution_flops(computation, instruction) if instruction.opcode == "convolution" else 0.0
 
 
 def _dot_flops(computation: hlo.Computation, instruction: hlo.Instruction) -> float:
