@@ -275,6 +275,13 @@ def loss(name: str, **sizes: Any) -> tuple[Callable, tuple[Params, Batch]]:
     return loss, arguments
 
 
+@functools.cache
+def gradients(name: str) -> tuple[jax.Array, tuple[Params, Batch]]:
+    """The loss of `loss(name)` and its gradients by both arguments, computed once for all who compare."""
+    objective, arguments = loss(name)
+    return jax.jit(jax.value_and_grad(objective, (0, 1), allow_int=True))(*arguments)
+
+
 def train_step(name: str, **sizes: Any) -> tuple[Callable, tuple[Any, Batch]]:
     """`step(state, batch) -> (state, metrics)` with AdamW, and its arguments."""
     objective, (params, batch) = loss(name, **sizes)

@@ -1,5 +1,6 @@
 """ChunkedLoss: every spelling of a loss, values and gradients, no logits left whole, what it declines."""
 
+import functools
 import math
 import re
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 
-from tests import public
+from tests import ours, public
 from xform import Accumulate, ChunkedLoss, Plan, PlanError, Remat, Roll, Shard, check, parallelize
 from xform.higher_order import equations
 from xform.hlo.costs import costs
@@ -150,10 +151,10 @@ def model(head: Callable, loss: Callable) -> Callable:
     return step
 
 
-def agrees(fn: Callable, args: Any, *passes: Any, tolerance: float = 1e-5) -> Any:
+def agrees(fn: Callable, args: Any, *passes: Any, tolerance: float = 1e-5, wanted: Any = None) -> Any:
     """In float32; sums over chunks are taken in another order."""
     step = parallelize(fn, Plan({}, passes or [ChunkedLoss(CHUNKS)]))
-    wanted, found = jax.jit(fn)(*args), step(*args)
+    wanted, found = wanted or jax.jit(fn)(*args), step(*args)
     for x, y in zip(jax.tree.leaves(wanted), jax.tree.leaves(found), strict=True):
         assert x.dtype == y.dtype
         scale = max(float(jnp.abs(x).max()), 1e-3)
@@ -423,7 +424,9 @@ def test_the_models_losses_and_gradients_stay(module: Any) -> None:
 @pytest.mark.parametrize("name", ["llama", "t5"])
 def test_public_models_losses_and_gradients_stay(name: str) -> None:
     fn, args = public.loss(name)
-    program = agrees(jax.value_and_grad(fn), args, ChunkedLoss(2), tolerance=1e-4)
+    value, (gradients, _) = public.gradients(name)
+    graded = jax.value_and_grad(fn)
+    program = agrees(graded, args, ChunkedLoss(2), tolerance=1e-4, wanted=(value, gradients))
     assert "go through 2 chunks of the length" in str(program.report)
 
 
@@ -440,10 +443,16 @@ def test_a_public_model_that_predicts_the_next_token() -> None:
 
 @pytest.mark.slow  # compiles a training step for one device and for eight
 def test_under_shard_with_a_split_vocabulary_and_remat_the_numbers_stay() -> None:
-    fn, args = llama.train_step(size="tiny", batch=8, length=16, abstract=False)
+    fn, args = ours.train_step("llama")
     plan = Plan({"fsdp": 4, "tensor": 2}, [ChunkedLoss(CHUNKS), Remat("minimal"), Shard()])
     result = check(fn, args, plan)
     assert result.ok, str(result)
+
+
+@functools.cache
+def unrolled() -> tuple[Callable, Any]:
+    fn, args = llama.loss(size="tiny", layers=2, scan=False, batch=4, length=12, abstract=False)
+    return jax.value_and_grad(fn), args
 
 
 @pytest.mark.slow  # compiles the gradients of a model twice
@@ -453,8 +462,8 @@ def test_under_shard_with_a_split_vocabulary_and_remat_the_numbers_stay() -> Non
     ids=["roll", "accumulate", "both"],
 )
 def test_with_other_passes_over_the_model_losses_and_gradients_stay(passes: list[Any]) -> None:
-    fn, args = llama.loss(size="tiny", layers=2, scan=False, batch=4, length=12, abstract=False)
-    program = agrees(jax.value_and_grad(fn), args, ChunkedLoss(5), *passes)
+    fn, args = unrolled()
+    program = agrees(fn, args, ChunkedLoss(5), *passes)
     assert "chunks of the length of 12, filled up to 15" in str(program.report)
     assert "declined" not in str(program.report)
 

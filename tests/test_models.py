@@ -78,21 +78,27 @@ def close(a: Any, b: Any, tolerance: float = 1e-5) -> None:
         (encoder_decoder, "11b", 11_307_321_344),
     ],
 )
-@pytest.mark.parametrize("scan", [False, True])
-def test_sizes_have_the_published_number_of_parameters(
-    module: ModuleType, size: str, count: int, scan: bool
-) -> None:
-    _, (params, _) = module.loss(size=size, scan=scan)
+def test_sizes_have_the_published_number_of_parameters(module: ModuleType, size: str, count: int) -> None:
+    _, (params, _) = module.loss(size=size)
     assert sum(math.prod(x.shape) for x in jax.tree.leaves(params)) == count
+
+
+@every_model
+def test_unrolled_layers_have_as_many_parameters_as_scanned_ones(name: str) -> None:
+    def count(scan: bool) -> int:
+        _, (params, _) = MODULES[name].loss(layers=3, scan=scan)
+        return sum(math.prod(x.shape) for x in jax.tree.leaves(params))
+
+    assert count(False) == count(True)
 
 
 @every_model
 @pytest.mark.parametrize(("scan", "packed"), [(False, True), (True, False)])
 def test_abstract_arguments_are_the_shapes_of_the_real_ones(name: str, scan: bool, packed: bool) -> None:
     for factory in ("train_step", "decode_step"):
-        options = {"size": ODD[name], "batch": 2, "length": 6, "packed": packed, "scan": scan}
-        _, abstract = getattr(MODULES[name], factory)(**options)
-        _, real = getattr(MODULES[name], factory)(**options, abstract=False)
+        options = {"batch": 3, "length": 9, "packed": packed, "scan": scan}
+        _, abstract = getattr(MODULES[name], factory)(size=ODD[name], **options)
+        _, real = odd(name, factory, packed=packed, scan=scan)
         assert all(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(abstract))
         assert abstract == jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), real)
 
@@ -146,16 +152,26 @@ def equations(jaxpr: Any) -> list:
     return found
 
 
+@functools.cache
+def differentiated(name: str, scan: bool, remat: bool = False) -> tuple[Any, Any, set[str]]:
+    """The loss of packed texts, its gradients, and the primitives of both, at the scanned layers' weights."""
+    _, (params, batch) = odd(name, "loss", packed=True)
+    fn, _ = MODULES[name].loss(size=ODD[name], batch=3, length=9, packed=True, scan=scan, remat=remat)
+    args = (params if scan else unstacked(name, params), batch)
+    traced = jax.jit(jax.value_and_grad(fn)).trace(*args)
+    return *traced.lower().compile()(*args), {eqn.primitive.name for eqn in equations(traced.jaxpr)}
+
+
 @pytest.mark.slow  # compiles the gradients of two programs
 @every_model
 def test_scanned_and_unrolled_layers_have_the_same_loss_and_gradients(name: str) -> None:
-    scanned, (params, batch) = odd(name, "loss", packed=True)
-    unrolled, (other, _) = odd(name, "loss", packed=True, scan=False)
-    value, gradients = jax.jit(jax.value_and_grad(scanned))(params, batch)
+    _, (params, _) = odd(name, "loss", packed=True)
+    _, (other, _) = odd(name, "loss", packed=True, scan=False)
+    value, gradients, _ = differentiated(name, scan=True)
     assert not [path for path, x in jax.tree_util.tree_leaves_with_path(gradients) if not jnp.any(x)]
     params = unstacked(name, params)
     assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, other)
-    close(jax.jit(jax.value_and_grad(unrolled))(params, batch), (value, unstacked(name, gradients)))
+    close(differentiated(name, scan=False)[:2], (value, unstacked(name, gradients)))
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -211,13 +227,13 @@ def test_a_padded_weight_of_zero_takes_the_token_out_of_the_loss(name: str) -> N
 @every_model
 @pytest.mark.parametrize("scan", [False, True])
 def test_decoding_gives_the_logits_of_the_whole_text_position_by_position(name: str, scan: bool) -> None:
-    forward, (params, batch) = odd(name, "forward", scan=scan, length=10)
-    step, (_, cache, token, position) = odd(name, "decode_step", scan=scan, length=10)
+    forward, (params, batch) = odd(name, "forward", scan=scan)
+    step, (_, cache, token, position) = odd(name, "decode_step", scan=scan)
     assert token.shape == (3,) and position.shape == ()
     tokens = batch["inputs"]
     if name == "encoder_decoder":
         tokens = batch["decoder_inputs"]
-        started = encoder_decoder.start(params, batch["inputs"], 5, ODD[name])
+        started = encoder_decoder.start(params, batch["inputs"], 4, ODD[name])
         assert jax.tree.map(jnp.shape, started) == jax.tree.map(jnp.shape, cache)
         cache = started
     expected = forward(params, batch)
@@ -392,18 +408,11 @@ def test_encoder_decoder_computes_what_hugging_face_computes() -> None:
 
 
 @pytest.mark.slow  # compiles twelve gradients
+@every_model
 @pytest.mark.parametrize("scan", [True, False])
-@pytest.mark.parametrize("model", [llama, gpt2, encoder_decoder])
-def test_recomputed_layers_have_the_same_gradients(model, scan):
-    def gradients(remat):
-        fn, args = model.loss(
-            size="tiny", layers=2, batch=2, length=7, scan=scan, remat=remat, abstract=False
-        )
-        primitives = {e.primitive.name for e in jax.make_jaxpr(jax.grad(fn))(*args).eqns}
-        return jax.jit(jax.grad(fn))(*args), primitives
-
-    plain, _ = gradients(False)
-    again, primitives = gradients(True)
-    assert scan or "remat2" in primitives
+def test_recomputed_layers_have_the_same_gradients(name: str, scan: bool) -> None:
+    _, plain, without = differentiated(name, scan)
+    _, again, primitives = differentiated(name, scan, remat=True)
+    assert "remat2" in primitives and "remat2" not in without
     for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(again), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)

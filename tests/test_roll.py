@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 from jax.experimental import io_callback
 
-from tests import public
+from tests import ours, public
 from tests.layers import f, picked, told
 from tests.loops import KEYS, attend, dropout, evaluated, layer, mlp, model, norm, one, random, random_layer
 from xform import Plan, PlanError, Remat, Report, Roll, Shard, parallelize
 from xform import check as compare
 from xform.context import Context, Leaf
 from xform.higher_order import equations
-from xform.models import encoder_decoder, gpt2, llama
 from xform.trace import Jaxpr, eval_jaxpr, name_stack, source_line
 
 
@@ -354,13 +353,10 @@ def test_random_layers(seed: int) -> None:
     assert scans(jaxpr) == [4]
 
 
-OURS = {"llama": llama, "gpt2": gpt2, "encoder_decoder": encoder_decoder}
-
-
 @pytest.mark.slow  # compiles the operations of whole models
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", ours.MODELS)
 def test_a_decoding_step_gives_its_caches_back(name: str) -> None:
-    step, args = OURS[name].decode_step(size="tiny", layers=3, scan=False)
+    step, args = ours.MODELS[name].decode_step(size="tiny", layers=3, scan=False)
     jaxpr, report = roll(step, args)
     inputs = random(args)
     assert scans(jaxpr) == [3] and "collects 2" in str(report)
@@ -385,21 +381,18 @@ def test_the_layers_of_a_public_model_are_one_loop(name: str) -> None:
     assert products(small) == products(jaxpr), "as many contractions whatever the number of layers"
 
 
-@pytest.mark.slow  # compiles a real model and its gradient twice
+@pytest.mark.slow  # compiles the gradient of a real model twice
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_public_model_gives_what_it_gave(name: str) -> None:
-    loss, args = public.PUBLIC[name](batch=2)
-    leaves, tree = jax.tree.flatten(args)
+    loss, args = public.PUBLIC[name]()
     jaxpr, _ = roll(loss, args)
-
-    def gradient(fn: Callable) -> Any:
-        return jax.jit(jax.value_and_grad(lambda leaves: fn(*leaves), allow_int=True))(leaves)
-
-    expected = gradient(lambda *leaves: loss(*jax.tree.unflatten(tree, leaves)))
-    found = gradient(lambda *leaves: eval_jaxpr(jaxpr, *leaves)[0])
-    assert expected[0].dtype == found[0].dtype
-    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
-    pairs = [(a, b) for a, b in zip(expected[1], found[1], strict=True) if a.dtype == jnp.float32]
+    rolled = jax.value_and_grad(lambda leaves: eval_jaxpr(jaxpr, *leaves)[0], allow_int=True)
+    value, found = jax.jit(rolled)(jax.tree.leaves(args))
+    wanted, expected = public.gradients(name)
+    assert wanted.dtype == value.dtype
+    np.testing.assert_allclose(value, wanted, rtol=1e-5)
+    leaves = jax.tree.leaves(expected)
+    pairs = [(a, b) for a, b in zip(leaves, found, strict=True) if a.dtype == jnp.float32]
     largest = max(float(np.max(np.abs(a))) for a, _ in pairs)
     for a, b in pairs:
         # The gradient of a bias on all keys is zero but for rounding, and as small as that.
@@ -408,10 +401,10 @@ def test_a_public_model_gives_what_it_gave(name: str) -> None:
 
 
 @pytest.mark.parametrize("remat", [False, True])
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", ours.MODELS)
 def test_our_models_are_loops(name: str, remat: bool) -> None:
-    jaxpr, report = roll(*OURS[name].loss(size="tiny", layers=3, scan=False, remat=remat))
-    scanned = told(*OURS[name].loss(size="tiny", layers=3, scan=True, remat=remat)).axes.jaxpr
+    jaxpr, report = roll(*ours.MODELS[name].loss(size="tiny", layers=3, scan=False, remat=remat))
+    scanned = told(*ours.MODELS[name].loss(size="tiny", layers=3, scan=True, remat=remat)).axes.jaxpr
     assert scans(jaxpr) == scans(scanned) and products(jaxpr) == products(scanned)
     assert remats(jaxpr) == [False] * len(scans(jaxpr)) * remat
     assert ("prevent_cse=False" in str(report)) == remat
@@ -419,7 +412,7 @@ def test_our_models_are_loops(name: str, remat: bool) -> None:
 
 @pytest.mark.slow  # compiles a training step twice
 def test_a_training_step_under_sharding_gives_what_it_gave() -> None:
-    step, args = llama.train_step(size="tiny", layers=2, batch=8, length=16, scan=False)
+    step, args = ours.train_step("llama", scan=False)
     plan = Plan({"fsdp": 4, "tensor": 2}, [Roll(), Remat("full"), Shard()])
     result = compare(step, args, plan)
     assert result.ok, str(result)

@@ -4,6 +4,7 @@ known.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -39,7 +40,7 @@ def put_row(row: Sequence[Any], sharding: NamedSharding | None) -> Any:
     there = set(sharding.mesh.devices.flat)
     if all(isinstance(x, jax.Array) and x.sharding.device_set == there for x in arrays):
         on_device = NamedSharding(sharding.mesh, sharding.spec)
-        return put(jax.jit(lambda *xs: jnp.stack(xs), out_shardings=on_device)(*arrays), sharding)
+        return put(_together(on_device)(*arrays), sharding)
     if jax.dtypes.issubdtype(dtype_of(arrays[0]), jax.dtypes.prng_key):
         return put(jnp.stack(arrays), sharding)
     return put(np.stack([np.asarray(x) for x in arrays]), sharding)
@@ -60,7 +61,19 @@ def _rows(array: Any) -> Sequence[Any]:
     layout = NamedSharding(array.sharding.mesh, PartitionSpec(*array.sharding.spec[1:]))
     if array.sharding.memory_kind not in (None, layout.memory_kind):
         array = jax.device_put(array, NamedSharding(array.sharding.mesh, array.sharding.spec))
-    return jax.jit(lambda x: [x[i] for i in range(size)], out_shardings=[layout] * size)(array)
+    return _apart(size, layout)(array)
+
+
+@functools.cache
+def _together(layout: NamedSharding) -> Any:
+    """Stacks arrays on the mesh; one function a layout, so that each type is compiled once."""
+    return jax.jit(lambda *xs: jnp.stack(xs), out_shardings=layout)
+
+
+@functools.cache
+def _apart(size: int, layout: NamedSharding) -> Any:
+    """The rows of a stack, each laid out so."""
+    return jax.jit(lambda x: [x[i] for i in range(size)], out_shardings=[layout] * size)
 
 
 def provisional(tree: Any, mesh: Mesh) -> Any:
