@@ -106,7 +106,7 @@ class Remat:
         none = trial(self)  # everything named, nothing kept
         layers = layers_of(none.spread, self._has_made, none.speeds)
         if not layers:
-            raise PlanError(nothing_to_choose("remat.budget", none.program.jaxpr))
+            raise PlanError(nothing_to_choose("remat.budget", none.program.laid_out))
         choices = Choices(layers, none.speeds)
 
         def settled(choice: Choice) -> Remat:

@@ -16,13 +16,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from xform.context import Context
+from xform.errors import Decline, PlanError
 from xform.plans.rules import MAXTEXT_RULES
+from xform.report import Report, amount
 from xform.rewrite import Site, rewrite
 from xform.roles import Roles
 from xform.roles.inputs import Kind, kinds
@@ -30,7 +32,8 @@ from xform.roles.logical import Named, logical_names
 from xform.sharding.constraints import Places, spelled
 from xform.sharding.layout import Layout, alternatives, spec_axes
 from xform.sharding.twins import of_same_end, twins
-from xform.trace import Jaxpr, Literal, Var, shape_of
+from xform.spmd.written import written
+from xform.trace import Jaxpr, Var, shape_of
 
 SEQUENCE_PARALLEL = ("activation_norm_length", "activation_norm_length_moe")
 
@@ -40,14 +43,23 @@ class Shard:
     """Options:
 
     rules: logical name -> mesh axes (a list), or alternatives to try in order (a list of lists). A name given
-    here
-        replaces MaxText's base rules for that name; the others stay.
+        here replaces MaxText's base rules for that name; the others stay.
     optimizer_axes: mesh axes that the optimizer's state is split over as well, on its first dimension that
-    divides and
-        is not on a tensor axis: ZeRO-1 with ["data"].
+        divides and is not on a tensor axis: ZeRO-1 with ["data"]. Collectives that are written out scatter
+        gradients so where they are born.
     gradient_axes: the same for gradients: ZeRO-2 with ["data"] in both.
     sequence_parallel: Megatron's: in the norm regions the length lies on the tensor axis, and embed does not
         (Korthikanti et al. 2022).
+    collectives: "auto" leaves them to the compiler, which partitions by the constraints; "explicit" writes
+        them out in one manual region, in stages along the torus. By default the one that sends fewer bytes
+        by prediction, where the devices' links are known (TPU).
+    automatic: mesh axes that explicit collectives leave to the compiler.
+    gradient_dtype: in which gradients are summed over the batch's axes, where collectives are written out; a
+        wider one than theirs rounds once, after the sum. By default the dtype they are computed in.
+    overlap: for loops over layers, of explicit collectives. "prefetch": the next layer's weights come
+        together, and the last one's gradients are scattered, while a layer runs, for the memory of both.
+        "permute": gathers and scatters are rings of permutes, which v5p and v6e start on their own, as they
+        do no other collective.
     strict: a rule whose name no dimension of the program has is an error; else it is reported.
 
     An axis that does not divide its dimension is dropped, and the report says so. Raises PlanError for a rule
@@ -59,6 +71,10 @@ class Shard:
     gradient_axes: Sequence[str] = ()
     sequence_parallel: bool = False
     strict: bool = True
+    collectives: Literal["auto", "explicit"] | None = None
+    automatic: Sequence[str] = ()
+    gradient_dtype: Literal["float32", "bfloat16"] | None = None
+    overlap: Sequence[Literal["prefetch", "permute"]] = ()
 
     stages: ClassVar[tuple[str, ...]] = ("step",)
     after: ClassVar[tuple[str, ...]] = ("narrow",)
@@ -70,9 +86,10 @@ class Shard:
             context.report.declined("shard", "the program", f"{why}; use Auto axes to leave that to a plan")
             return jaxpr
         roles = context.roles(jaxpr)
-        input_kinds = kinds(jaxpr, roles)
+        context.kinds = input_kinds = kinds(jaxpr, roles)
         self._lay_out_arguments(jaxpr, context, roles, layout, input_kinds)
-        places = Places(roles, layout, _weights(jaxpr, roles, input_kinds), self.gradient_axes)
+        spread = self.gradient_axes or (self.optimizer_axes if self._is_explicit(context) else ())
+        places = Places(roles, layout, _weights(jaxpr, roles, input_kinds), spread)
         found = places.find()
         for what, count in sorted(places.placed.items()):
             context.report.did("shard", f"constrained {count} x {what}")
@@ -88,6 +105,61 @@ class Shard:
             ]
 
         return rewrite(jaxpr, constrain, context.report, "shard") if found else jaxpr
+
+    def _is_explicit(self, context: Context) -> bool:
+        """Whether collectives may be written out. Then gradients are scattered as the optimizer's state lies:
+        a sum over all devices first, of which each takes its part, would send twice the bytes.
+        """
+        known = context.mesh.devices.flat[0].platform == "tpu"
+        return self.collectives == "explicit" or (self.collectives is None and known)
+
+    def finish(self, jaxpr: Jaxpr, context: Context) -> Jaxpr:
+        """After all other passes: the program in one manual region, its collectives written out."""
+        made = self._written_out(jaxpr, context)
+        if made is jaxpr and context.mesh.size > 1:
+            why = "collectives are left to the compiler; take collectives = 'explicit'"
+            if self.gradient_dtype is not None:
+                context.report.declined("shard", f"gradients summed in {self.gradient_dtype}", why)
+            if self.overlap:
+                context.report.declined("shard", f"overlap by {' and '.join(self.overlap)}", why)
+        return made
+
+    def _written_out(self, jaxpr: Jaxpr, context: Context) -> Jaxpr:
+        mesh, report = context.mesh, context.report
+        for axis in self.automatic:
+            if axis not in mesh.shape:
+                raise PlanError(
+                    f"shard: automatic names the mesh axis {axis!r}; the mesh has {', '.join(mesh.shape)}"
+                )
+        manual = [a for a, n in mesh.shape.items() if n > 1 and a not in self.automatic]
+        if self.collectives == "auto" or not manual or not context.kinds:
+            return jaxpr
+        if not self._is_explicit(context):
+            report.did("shard", "collectives are the compiler's", "nothing is known of these devices' links")
+            return jaxpr
+        notes = Report()
+        try:
+            found = written(jaxpr, context, manual, self.gradient_dtype, self.overlap, notes)
+        except Decline as why:
+            if self.collectives == "explicit":
+                raise PlanError(f"shard: collectives = 'explicit' cannot be: {why}; take 'auto'") from None
+            report.declined("shard", "collectives written out", str(why))
+            return jaxpr
+        own, others = amount(found.traffic.total), amount(found.compiler)
+        if self.collectives is None and found.traffic.total > found.compiler:
+            more = f"they would send {own} a device and step, the compiler's {others} by prediction"
+            report.declined("shard", "collectives written out", more)
+            return jaxpr
+        report.did(
+            "shard",
+            "collectives written out",
+            f"{own} a device and step, the compiler's {others} by prediction",
+        )
+        for note, count in notes:
+            for _ in range(count):
+                report.add(note)
+        found.traffic.tell(report)
+        return found.jaxpr
 
     def _layout(self, context: Context) -> Layout:
         rules: dict[str, list[tuple[str, ...]]] = {}
@@ -139,7 +211,7 @@ class Shard:
             if twin is not None and context.in_shardings[twin] is not None:
                 context.out_shardings[i] = context.in_shardings[twin]
                 continue
-            if not isinstance(out, Literal):
+            if isinstance(out, Var):
                 spec, _ = layout.spec(logical_names(roles, root, out), context.outputs[i].path)
             context.out_shardings[i] = NamedSharding(context.mesh, spec)
 

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from xform import topologies
 from xform.aot import compiling as aot
+from xform.report import Traffic
 
 LAYERS, EMBED, MLP, BATCH = 5, 256, 512, 64
 P = PartitionSpec
@@ -160,6 +161,69 @@ def test_traffic_between_slices_is_told_from_that_within():
     block = 8 * 128 * 2  # bytes
     assert axes["fsdp"] == {"all-reduce": {"count": 1, "wire_bytes": block * 3 // 2, "async_count": 0}}
     assert axes["data"] == {"all-reduce": {"count": 1, "wire_bytes": block, "async_count": 1}}
+
+
+def test_a_gather_in_stages_is_reported_by_stage():
+    topology, mesh = machine("v5e:4x4")
+    parts = {"fsdp": {"fsdp.x": 4, "fsdp.y": 4}}
+    finer = jax.sharding.Mesh(mesh.devices.reshape(4, 4), tuple(parts["fsdp"]))
+
+    def shard(w):
+        return jax.lax.all_gather(jax.lax.all_gather(w, "fsdp.y", tiled=True), "fsdp.x", tiled=True)
+
+    mapped = jax.shard_map(
+        shard, mesh=finer, in_specs=P(tuple(parts["fsdp"])), out_specs=P(), check_vma=False
+    )
+    lowered = jax.jit(mapped).lower(struct(mesh, (256, 128), "fsdp"))
+    block = 16 * 128 * 2  # bytes, of which one stage gathers 4 and the other 4 times 4
+    written = Traffic(16 * block, 16 * block, 30 * block, 0, {"fsdp": {"fsdp.x": 13 * block}}, ("fsdp",), ())
+    result = aot.compile_lowered(lowered, topology=topology, mesh=mesh, parts=parts, written=written)
+    json = result.to_json()
+    stages = {stage: kinds["all-gather"] for stage, kinds in json["collectives_by_stage"]["fsdp"].items()}
+    assert {stage: traffic["wire_bytes"] for stage, traffic in stages.items()} == {
+        "fsdp.x": 4 * 3 * block,
+        "fsdp.y": 3 * block,
+    }
+    assert json["collectives_by_axis"]["fsdp"]["all-gather"]["wire_bytes"] == 15 * block
+    assert "in fsdp.y" in result.render()
+    told = json["written"]
+    assert told["weights"] == {
+        "wire_bytes": 16 * block,
+        "compiled_bytes": 15 * block,
+        "bound_bytes": 30 * block,
+    }
+    assert told["by_stage"] == {
+        "fsdp.x": {"wire_bytes": 13 * block, "compiled_bytes": 12 * block},
+        "fsdp.y": {"wire_bytes": 0, "compiled_bytes": 3 * block},
+    }
+    assert "compiled 61.44 kB, 0.50 of it" in result.render()
+
+
+def test_permutes_are_in_flight_beside_the_products_they_do_not_feed():
+    topology, mesh = machine()
+
+    def shard(weights, x):
+        def body(x, up):
+            sums = jnp.zeros((x.shape[0], MLP), x.dtype)
+            for turn in range(4):
+                rows = jax.lax.dynamic_slice_in_dim(x, turn * (EMBED // 4), EMBED // 4, 1)
+                sent = jax.lax.ppermute(up, "fsdp", [(i, (i + 1) % 4) for i in range(4)])
+                sums, up = sums + rows @ up, sent
+            return x + sums[:, :EMBED], None
+
+        return jax.lax.scan(body, x, weights["up"])[0]
+
+    mapped = jax.shard_map(shard, mesh=mesh, in_specs=(P(None, "fsdp"), P("fsdp")), out_specs=P("fsdp"))
+    lowered = jax.jit(mapped).lower(weights_on(mesh), struct(mesh, (64 * BATCH, EMBED), "fsdp"))
+    result = aot.compile_lowered(lowered, topology=topology, mesh=mesh)
+    found = result.to_json()["overlap"]
+    total = found["by_axis"]["fsdp"]["collective-permute"]
+    assert (total["async_bytes"], total["sync_bytes"]) == (LAYERS * 3 * EMBED // 4 * MLP * 2, 0)
+    assert {flight["times"] for flight in found["flights"]} == {LAYERS} and len(found["flights"]) == 3
+    product = 2 * 16 * BATCH * EMBED // 4 * MLP / topology.peak_flops
+    assert LAYERS * product <= total["between_seconds"] <= found["beside_seconds"] <= found["compute_seconds"]
+    assert found["by"] == "peak" and not any("no done" in note for note in result.notes)
+    assert "ms of compute between" in result.render()
 
 
 def test_a_cube_of_v5p_gathers_along_its_torus():

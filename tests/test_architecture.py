@@ -41,6 +41,7 @@ LAYERS = (
     "topologies",  # TPU slices and meshes
     "context",  # what a pass is told
     "sharding",  # rules to layouts, constraints, arrays on a mesh
+    "spmd",  # a program from the view of one shard, its collectives written out
     "hlo",  # the compiled module, read
     "promises",  # the compiled module, held to what was promised
     "aot",  # compile for a topology

@@ -201,3 +201,21 @@ def test_aot_reports_and_has_json(tmp_path):
     assert "donated arrays reused by results: 2 of 2 (8.19 kB)" in found["notes"]
     assert found["ideal_dot_flops"] == found["dot_flops"]
     assert hlo.read_text().startswith("HloModule")
+
+
+def test_aot_tells_what_is_written_from_what_is_compiled():
+    plan = ("--mesh", "fsdp=4,tensor=2", "--use", "shard:collectives=explicit", "--topology", "v5e:2x4")
+    target = ("xform.models.llama:train_step", "-s", "size=tiny")
+    found = json.loads(xform("aot", *target, *plan, "--json").stdout)
+    written, sizes = found["written"], found["collectives"].values()
+    assert sum(s["compiled_bytes"] for s in written["by_stage"].values()) == pytest.approx(
+        sum(kind["wire_bytes"] for kind in sizes), abs=10
+    )
+    assert sum(s["wire_bytes"] for s in written["by_stage"].values()) == pytest.approx(
+        written["wire_bytes"], abs=10
+    )
+    assert 0 < written["weights"]["bound_bytes"] < written["wire_bytes"]
+    out = xform("aot", *target, *plan).stdout
+    assert "for weights and their gradients, compiled" in out
+    rows = [line for line in out.splitlines() if line.startswith("shard") and line.endswith("activations")]
+    assert len(rows) <= 9 and max(map(len, out.split("promises")[0].splitlines())) < 200

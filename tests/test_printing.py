@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 from jax.sharding import NamedSharding
@@ -567,3 +568,61 @@ def test_the_page_shows_what_goes_to_the_compiler() -> None:
     texts = lowered(mlp(), WEIGHTS, X), lowered(mlp(jax.lax.optimization_barrier), WEIGHTS, X)
     page = html(stages(), stablehlo=texts)
     assert "stablehlo.optimization_barrier" in page[page.index('<section id="stablehlo">') :]
+
+
+def regional(fn: Callable[..., Any], *specs: P) -> Callable[..., Any]:
+    """The function as every one of eight devices runs it, its result the same on all."""
+    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jax.shard_map(fn, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
+
+
+def scanned(gather: Callable[..., Any], total: Callable[..., Any], scale: Any = lambda y: y) -> Any:
+    def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+        return jax.nn.silu(x @ gather(w)), None
+
+    def fn(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.sqrt(total(scale(jax.lax.scan(layer, x, w)[0]).sum()))
+
+    return fn
+
+
+SHARDS = P(None, None, "fsdp"), P("fsdp")
+SCANNED = jax.ShapeDtypeStruct((3, 8, 8), jnp.float32), jax.ShapeDtypeStruct((16, 8), jnp.float32)
+
+
+def gathered(w: jax.Array) -> jax.Array:
+    return jax.lax.all_gather(w, "fsdp", axis=1, tiled=True)
+
+
+def summed(x: jax.Array) -> jax.Array:
+    return jax.lax.psum(x, "fsdp")
+
+
+def marked(before: Jaxpr, after: Jaxpr, mark: str) -> list[str]:
+    """What stands on the lines of a difference that have this mark."""
+    return [row.line.text.split(" = ")[-1].split(" ")[0] for row in diff(before, after) if row.mark == mark]
+
+
+def test_in_a_new_manual_region_only_the_collectives_are_new() -> None:
+    before = traced(scanned(constrained, jax.lax.optimization_barrier), *SCANNED)
+    after = traced(regional(scanned(gathered, summed), *SHARDS), *SCANNED)
+    assert marked(before, after, "+") == ["shard_map", "body:", "all_gather", "psum", "return"]
+    assert marked(before, after, "-") == ["sharding_constraint", "optimization_barrier"]
+
+
+def test_in_a_new_manual_region_other_arithmetic_shows() -> None:
+    before = traced(scanned(constrained, jax.lax.optimization_barrier, lambda y: y * 16.0), *SCANNED)
+    after = traced(regional(scanned(gathered, summed, lambda y: y * 2.0), *SHARDS), *SCANNED)
+    assert "mul" in marked(before, after, "-") and "mul" in marked(before, after, "+")
+
+
+def test_a_call_with_a_literal_among_its_operands_is_inlined() -> None:
+    def scaled(call: Callable[..., Any]) -> Callable[..., Any]:
+        def fn(x: jax.Array) -> jax.Array:
+            return jnp.sin(call(lambda y, by: jnp.cos(y * by))(x, np.float32(3)))
+
+        return fn
+
+    before, after = traced(scaled(jax.jit), X), traced(scaled(same), X)
+    changed = marked(before, after, "-")
+    assert "jit" in changed and "cos" not in changed and "sin" not in changed

@@ -269,7 +269,7 @@ class Lowered:
     def compile(self) -> jax.stages.Compiled:
         """Compiles, and raises PromiseError where the result breaks a promise of a pass (on a TPU)."""
         compiled = self.lowered.compile()
-        check_compiled(self.program.jaxpr, self.program.report, compiled)
+        check_compiled(self.program.laid_out, self.program.report, compiled)
         return compiled
 
     def report(self) -> str:

@@ -26,7 +26,7 @@ import os
 import signal
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from absl import app
@@ -285,6 +285,7 @@ def aot(options: argparse.Namespace) -> Answer:
     step = parallelize(fn, plan, devices=topology.devices(), donate_argnums=donated or None)
     _progress("tracing, rewriting and lowering")
     lowered = step.lower(*args)
+    written = lowered.program.report.traffic
     try:
         result = compile_lowered(
             lowered.lowered,
@@ -294,18 +295,28 @@ def aot(options: argparse.Namespace) -> Answer:
             seconds=lowered.seconds,
             progress=_progress,
             ideal_flops=product_flops(lowered.program.original),
+            parts=_parts(step.mesh, plan.dcn) if written else None,
+            written=written,
         )
     except CompilerError as error:
         raise PlanError(f"the TPU compiler refuses the program: {error}") from error
     if options.save_hlo:
         _write("--save-hlo", options.save_hlo, result.hlo_text)
-    result.check_promises(lowered.program.jaxpr, lowered.program.report)
+    result.check_promises(lowered.program.laid_out, lowered.program.report)
     notes = lowered.program.report.lines()
     if options.json:
         data = result.to_json()
         return json.dumps({**data, "notes": [*notes, *data["notes"]]}, indent=1), faults.OK
     said = ["{:10} {}".format(*line.split(": ", 1)) for line in notes]
     return "\n".join([result.render(), *said]), faults.OK
+
+
+def _parts(mesh: Any, dcn: Mapping[str, int]) -> dict[str, dict[str, int]]:
+    """The stages in which collectives over each axis of a mesh run, with their sizes."""
+    from xform.spmd.torus import staged
+
+    cut = staged(mesh, dcn)
+    return {axis: {part: cut.mesh.shape[part] for part in parts} for axis, parts in cut.parts.items()}
 
 
 def passes(options: argparse.Namespace) -> Answer:

@@ -43,6 +43,8 @@ class Context:
     """Handed to every pass of one stage.
 
     in_shardings, out_shardings: one a leaf of `inputs` and `outputs`, None where no pass has said anything.
+    reasons: for each leaf's path, why it lies so. kinds: of each input, `roles.inputs.Kind`, once Shard has
+    looked. dcn: by how much each axis of the mesh crosses slices, as the plan says.
     """
 
     stage: Stage
@@ -54,6 +56,8 @@ class Context:
     in_shardings: list[NamedSharding | None] = dataclasses.field(default_factory=list)
     out_shardings: list[NamedSharding | None] = dataclasses.field(default_factory=list)
     reasons: dict[str, str] = dataclasses.field(default_factory=dict)
+    kinds: Sequence[str] = ()
+    dcn: Mapping[str, int] = dataclasses.field(default_factory=dict)
     _roles: tuple[Jaxpr, Roles] | None = None
 
     def __post_init__(self) -> None:

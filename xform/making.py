@@ -17,7 +17,7 @@ from xform.context import Context, Leaf
 from xform.errors import PlanError, RewriteError
 from xform.memory import Trial
 from xform.plan import Pass, Plan
-from xform.program import Program, Stage, input_leaves, moved_names, next_state, stacked_leaves
+from xform.program import LAST, Program, Stage, input_leaves, moved_names, next_state, stacked_leaves
 from xform.report import Report
 from xform.sharding.memory import type_text
 from xform.state import Groups, Packed, pack
@@ -117,8 +117,10 @@ class Making:
             stacked_leaves(inputs, in_groups),
             stacked_leaves(outputs, out_groups),
             moved_names(self.plan.axes, inputs, in_groups),
+            dcn=self.plan.dcn,
         )
         jaxpr = _run(jaxpr, _of_stage(passes, "step"), context, stages, "")
+        jaxpr = _run(jaxpr, [p for p in passes if hasattr(p, "finish")], context, stages, LAST, "finish")
         rewritten = time.perf_counter()
         return Program(
             jaxpr,
@@ -137,10 +139,19 @@ class Making:
         )
 
 
-def _run(jaxpr: Jaxpr, passes: Sequence[Pass], context: Context, stages: list[Stage], suffix: str) -> Jaxpr:
+def _run(
+    jaxpr: Jaxpr,
+    passes: Sequence[Pass],
+    context: Context,
+    stages: list[Stage],
+    suffix: str,
+    method: str = "rewrite",
+) -> Jaxpr:
     for p in passes:
         before = jaxpr
-        jaxpr = p.rewrite(jaxpr, context)
+        jaxpr = getattr(p, method)(jaxpr, context)
+        if method == "finish" and jaxpr is before:
+            continue
         name = type(p).__name__.lower()
         if (was := type_text(before)) != (now := type_text(jaxpr)):
             raise RewriteError(f"{name} made a program of type {now}; it was {was}")

@@ -20,6 +20,9 @@ from xform.report import Report
 from xform.state import Groups, Layout, Placed, row_path
 from xform.trace import Jaxpr, ShapedArray
 
+LAST = " (last)"
+"""The end of a stage's name, where a pass has its last word."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
@@ -60,6 +63,12 @@ class Program:
         """The program as it was traced, after model-stage passes and before the first step-stage one."""
         steps = [s for s in self.stages if not s.name.endswith("(model)")]
         return steps[0].before if steps else self.jaxpr
+
+    @property
+    def laid_out(self) -> Jaxpr:
+        """The program over whole values: before the last stage wrote out its collectives, if one did."""
+        last = [s for s in self.stages if s.name.endswith(LAST)]
+        return last[0].before if last else self.jaxpr
 
     @functools.cached_property
     def arguments(self) -> tuple[Argument, ...]:

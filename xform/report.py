@@ -7,7 +7,7 @@ The report is the log: nothing else prints. Passes call `did`, `declined` and `p
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 Kind = Literal["did", "declined", "dropped", "promised"]
@@ -56,12 +56,50 @@ def amount(nbytes: float) -> str:
     return f"{nbytes:.0f} bytes"
 
 
+@dataclasses.dataclass(frozen=True)
+class Traffic:
+    """The bytes that a device sends in a step, as the program is written (`xform.spmd.traffic`).
+
+    weights: of them, those of gathering weights and summing gradients; bound: the least that takes. rest:
+    everything else (activations over tensor axes, what is computed across the batch). axes: by the plan's
+    axis and its stage; batch: those of the axes that the batch lies over. reasons: what is sent beyond the
+    bound, why, and the line.
+    """
+
+    total: float
+    weights: float
+    bound: float
+    rest: float
+    axes: Mapping[str, Mapping[str, float]]
+    batch: Sequence[str]
+    reasons: Sequence[tuple[str, str, str]]
+
+    def tell(self, report: Report) -> None:
+        """Writes it into the report, as lines and as data."""
+        report.traffic = self
+        ratio = f", {self.weights / self.bound:.2f} of it" if self.bound else ""
+        report.did(
+            "shard",
+            f"{amount(self.total)} a device and step on the wire, as written",
+            f"weights and gradients {amount(self.weights)}, the plan's bound {amount(self.bound)}{ratio};"
+            f" the rest {amount(self.rest)}",
+        )
+        for axis, stages in self.axes.items():
+            large = {stage: n for stage, n in stages.items() if n > self.total / 1000}
+            if large:
+                parts = ", ".join(f"{stage} {amount(n)}" for stage, n in large.items())
+                report.did("shard", f"along {axis}: {amount(sum(stages.values()))}", parts * (len(large) > 1))
+        for what, why, where in self.reasons:
+            report.did("shard", what, why, where)
+
+
 class Report:
     """Notes in the order in which they were made; the same note made n times stands once, with its count."""
 
     def __init__(self) -> None:
         self._counts: dict[Note, int] = {}
         self._promises: dict[Promise, None] = {}
+        self.traffic: Traffic | None = None
 
     def add(self, note: Note) -> None:
         self._counts[note] = self._counts.get(note, 0) + 1

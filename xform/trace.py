@@ -22,7 +22,7 @@ from jax._src.core import DropVar, Jaxpr, JaxprEqn, Literal, ShapedArray, Tracer
 from jax._src.interpreters import ad, mlir, pxla
 from jax._src.interpreters import partial_eval as pe
 from jax._src.lax import lax as lax_internal
-from jax._src.mesh import use_abstract_mesh
+from jax._src.mesh import get_abstract_mesh, use_abstract_mesh
 from jax._src.shard_map import _as_manual_mesh, _extend_axis_env
 
 __all__ = [
@@ -36,14 +36,18 @@ __all__ = [
     "Tracer",
     "Var",
     "at_equation",
+    "at_source",
     "bind",
     "body_effects",
     "boundary",
     "check_jaxpr",
+    "current_trace",
     "equation_type",
     "eval_jaxpr",
     "fitted",
+    "has_effects",
     "in_shard_map",
+    "in_trace",
     "inline",
     "lazily",
     "mlir",
@@ -58,6 +62,7 @@ __all__ = [
     "trace_context",
     "trace_flat",
     "typeof",
+    "without_dead",
 ]
 
 Atom = Var | Literal
@@ -251,6 +256,34 @@ def at_equation(eqn: JaxprEqn) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def at_source(eqn: JaxprEqn, prefix: str = "") -> Iterator[None]:
+    """As `at_equation`, but inside a manual region: the mesh stays the one at hand. prefix: name scopes
+    around the equation, as `a/b`, that its own name stack does not have.
+    """
+    stack, mesh = eqn.source_info.name_stack, get_abstract_mesh()
+    for name in reversed(prefix.split("/") if prefix else []):
+        stack = source_info_util.NameStack((source_info_util.Scope(name), *stack.stack))
+    with (
+        source_info_util.user_context(eqn.source_info.traceback, name_stack=stack),
+        eqn.ctx.manager,
+        use_abstract_mesh(mesh),
+    ):
+        yield
+
+
+def current_trace() -> Any:
+    """The trace that JAX's operations are recorded in at this moment."""
+    return core.trace_ctx.trace
+
+
+def in_trace(trace: Any) -> contextlib.AbstractContextManager[Any]:
+    """JAX's operations are recorded in `trace`, one around the current one: a loop's body, say, has something
+    done before the loop.
+    """
+    return core.set_current_trace(trace)
+
+
 def fitted(value: Value, aval: Any) -> Value:
     """`value` with the weak type of `aval`, and varying over the mesh axes that `aval` varies over."""
     now = typeof(value)
@@ -282,6 +315,19 @@ def lazily(thunk: Any, change: Callable[[Jaxpr], Jaxpr]) -> Any:
         return (new.with_consts(()), new.consts, *rest)
 
     return lu.wrap_init(pe._memoize(changed), debug_info=thunk.debug_info)
+
+
+def has_effects(eqn: JaxprEqn) -> bool:
+    """Whether an equation does something besides computing its results; that it names a mesh axis is
+    nothing.
+    """
+    return any(not isinstance(e, core.NamedAxisEffect) for e in eqn.effects)
+
+
+def without_dead(jaxpr: Jaxpr) -> Jaxpr:
+    """The program without equations that nothing needs, at every depth; its inputs and results stay."""
+    made, _ = pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
+    return made
 
 
 @contextlib.contextmanager

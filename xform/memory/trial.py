@@ -37,7 +37,7 @@ class Trial:
     def spread(self) -> Spread:
         """What a device holds of each of its values."""
         layouts = [None if s is None else s.spec for s in self.program.in_shardings]
-        return Spread(find_axes(self.program.jaxpr), dict(self.mesh.shape), layouts)
+        return Spread(find_axes(self.program.laid_out), dict(self.mesh.shape), layouts)
 
     @functools.cached_property
     def estimate(self) -> float:

@@ -6,7 +6,9 @@ each variable of the second one is. Where an equation of the second reads a new 
 one, that is a rename and no change if the new variable was made from the old one (a constraint put on it, a
 cast there and back), or if what made the old one is gone; the step is marked `rewired`. Any other difference
 of operands is a change. A call that swallowed equations which stood beside it (remat, jit), or that was
-dissolved into them, is shown as that and not as everything removed and added.
+dissolved into them, is shown as that and not as everything removed and added. A new manual region that
+swallowed them holds the same program on one shard: there an equation is the same as one before whose sizes
+it divides, and what is left are the collectives.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from typing import Any
 
 from xform.higher_order import bodies
 from xform.printing.align import Keys, align
-from xform.printing.keys import Fingerprints, literal_key
+from xform.printing.keys import Fingerprints, Key, literal_key
 from xform.printing.spell import const_key, type_text
 from xform.trace import Atom, DropVar, Jaxpr, JaxprEqn, Literal, Var
 
@@ -76,16 +78,18 @@ class Comparison:
         self.keys = keys
         self._matches: dict[Hashable, Match] = {}
 
-    def bodies(self, before: Jaxpr, after: Jaxpr, operands: list[tuple[int, int]] | None) -> Match:
+    def bodies(
+        self, before: Jaxpr, after: Jaxpr, operands: list[tuple[int, int]] | None, shard: bool = False
+    ) -> Match:
         """Compares two bodies. `operands` are the pairs of inputs that are fed the same; None where nothing
-        feeds them."""
-        key = (before, after, None if operands is None else tuple(operands))
+        feeds them. shard: the second is the view of one shard."""
+        key = (before, after, None if operands is None else tuple(operands), shard)
         found = self._matches.get(key)
         if found is None:
             if self.keys.digest(before) == self.keys.digest(after):
                 found = self._identical(before, after)
             else:
-                found = self._different(before, after, operands)
+                found = self._different(before, after, operands, shard)
             self._matches[key] = found
         return found
 
@@ -100,7 +104,9 @@ class Comparison:
             match.steps.append(Step(k, k, inner=inner))
         return match
 
-    def _different(self, before: Jaxpr, after: Jaxpr, operands: list[tuple[int, int]] | None) -> Match:
+    def _different(
+        self, before: Jaxpr, after: Jaxpr, operands: list[tuple[int, int]] | None, shard: bool
+    ) -> Match:
         match = Match(before, after)
         consts = [
             (const_key(c), type_text(v.aval)) for c, v in zip(before.consts, before.constvars, strict=True)
@@ -114,7 +120,7 @@ class Comparison:
         for i, j in pairs:
             match.origin[after.invars[j]] = before.invars[i]
         match.inputs = _with_gaps(pairs, len(before.invars), len(after.invars))
-        _Walk(self, match).run()
+        _Walk(self, match, shard).run()
         unpaired = any(i is None or j is None for i, j in match.inputs)
         kept = all(step.kept for step in match.steps)
         match.same = kept and not unpaired and not match.outputs_changed and len(consts) == len(new_consts)
@@ -152,8 +158,9 @@ class _Walk:
     """Walks the aligned equations of two bodies in order, pairing variables and deciding what each step
     is."""
 
-    def __init__(self, comparison: Comparison, match: Match) -> None:
+    def __init__(self, comparison: Comparison, match: Match, shard: bool = False) -> None:
         self.c = comparison
+        self.shard = shard
         self.match = match
         self.before, self.after = match.before.eqns, match.after.eqns
         self.keys_before = comparison.keys.of(match.before)
@@ -161,6 +168,7 @@ class _Walk:
         self.removed: dict[
             Var, tuple[Atom, ...]
         ] = {}  # variables gone, and what of the same type they came from
+        self.literals: dict[Var, Literal] = {}  # variables before that stand for a literal
         self.made_from: dict[Var, tuple[Atom, ...]] = {}  # new variables, and what before they came from
 
     def run(self) -> None:
@@ -190,6 +198,8 @@ class _Walk:
             ([k.exact for k in old], [k.exact for k in new]),
             ([k.header if k.inside else None for k in old], [k.header if k.inside else None for k in new]),
         ]
+        if self.shard:
+            rounds = [([(k.spot, k.unsized) for k in old], [(k.spot, k.unsized) for k in new])]
         ends = [(x + i, y + j) for x, y in align(rounds)]
         for next_i, next_j in [*ends, (stop_i, stop_j)]:
             steps += self.gap(i, next_i, j, next_j)
@@ -224,6 +234,8 @@ class _Walk:
         old, new = self.before[i], self.after[j]
         key_old, key_new = self.keys_before[i], self.keys_after[j]
         step = Step(i, j, changed=key_old.header != key_new.header)
+        if self.shard:
+            step.changed = key_old.unsized != key_new.unsized or not _divides(old, new)
         if len(old.invars) == len(new.invars):
             for b, a in zip(old.invars, new.invars, strict=True):
                 how = self.corresponds(b, a)
@@ -246,7 +258,7 @@ class _Walk:
             operands = None
             if [v.aval for v in b.invars] != [v.aval for v in a.invars]:
                 operands = self.operands(old, new, b, a)
-            found.append((number, number, self.c.bodies(b, a, operands)))
+            found.append((number, number, self.c.bodies(b, a, operands, self.shard)))
         return found
 
     def operands(self, old: JaxprEqn, new: JaxprEqn, b: Jaxpr, a: Jaxpr) -> list[tuple[int, int]] | None:
@@ -301,7 +313,7 @@ class _Walk:
             if isinstance(atom, Literal):
                 continue
             for old in known[atom] if atom in known else (source(atom),):
-                if old is not None and getattr(old.aval, "shape", None) == shape:
+                if old is not None and (self.shard or getattr(old.aval, "shape", None) == shape):
                     found[old] = None
         return tuple(found)[:4]
 
@@ -317,6 +329,8 @@ class _Walk:
     def corresponds(self, old: Atom, new: Atom) -> str | None:
         """'same', or 'rename' where a new variable is read in place of the old one, or None: another
         operand."""
+        if isinstance(old, Var):
+            old = self.literals.get(old, old)
         if isinstance(new, Literal) or isinstance(old, Literal):
             if not (isinstance(new, Literal) and isinstance(old, Literal)):
                 return None
@@ -336,26 +350,35 @@ class _Walk:
     def wrapped(self, i: int, stop_i: int, j: int, stop_j: int) -> list[Step] | None:
         """The gap, if a new call in it holds what stood in it before."""
         for at in range(j, stop_j):
-            body = _called(self.after[at])
+            body, shard = _called(self.after[at]), self.shard
+            if body is None and self.after[at].primitive.name == "shard_map":
+                (body,), shard = bodies(self.after[at]), True
             if body is None:
                 continue
             window = self.keys_before[i : min(stop_i, i + 2 * len(body.eqns) + 16)]
-            first, last = _overlap([k.placed for k in window], [k.placed for k in self.c.keys.of(body)])
+            first, last = self.overlap(window, self.c.keys.of(body), shard)
             if last is None:
                 continue
             steps = self.gap(i, i + first, j, at)
-            steps.append(self.swallow(i + first, i + last + 1, at, body))
+            steps.append(self.swallow(i + first, i + last + 1, at, body, shard))
             return steps + self.gap(i + last + 1, stop_i, at + 1, stop_j)
         return None
 
-    def swallow(self, i: int, stop_i: int, at: int, body: Jaxpr) -> Step:
+    def overlap(self, outside: Sequence[Key], inside: Sequence[Key], shard: bool) -> tuple[int, int | None]:
+        """The first and the last of `outside` that a call with `inside` holds, if it holds half of itself."""
+        if shard:
+            # With its collectives and what they need, a region may have twice as much as it held before.
+            return _overlap([k.spot for k in outside], [k.spot for k in inside], len(outside) // 2)
+        return _overlap([k.placed for k in outside], [k.placed for k in inside])
+
+    def swallow(self, i: int, stop_i: int, at: int, body: Jaxpr, shard: bool) -> Step:
         eqn = self.after[at]
         match = Match(self.match.before, body)
         for v, atom in zip(body.invars, eqn.invars, strict=True):
             old = self.source(atom)
             if old is not None:
                 match.origin[v] = old
-        walk = _Walk(self.c, match)
+        walk = _Walk(self.c, match, shard)
         walk.removed = self.removed
         walk.made_from = {v: () for v in body.all_invars if v not in match.origin}
         match.steps = walk.range(i, stop_i, 0, len(body.eqns))
@@ -374,7 +397,7 @@ class _Walk:
             if body is None:
                 continue
             window = self.keys_after[j : min(stop_j, j + 2 * len(body.eqns) + 16)]
-            first, last = _overlap([k.placed for k in window], [k.placed for k in self.c.keys.of(body)])
+            first, last = self.overlap(window, self.c.keys.of(body), self.shard)
             if last is None:
                 continue
             steps = self.gap(i, at, j, j + first)
@@ -384,12 +407,19 @@ class _Walk:
 
     def dissolve(self, at: int, j: int, stop_j: int, body: Jaxpr) -> Step:
         eqn = self.before[at]
-        inside = dict(zip(eqn.invars, body.invars, strict=True))
+        fed = list(zip(eqn.invars, body.invars, strict=True))
+        inside: dict[Atom, Var] = {}
+        for atom, v in fed:
+            if not isinstance(atom, Literal):
+                inside[atom] = v
+                for old in self.removed.get(atom, ()):  # what stands for it where it is gone
+                    inside.setdefault(old, v)
         match = Match(body, self.match.after)
         for v, old in self.match.origin.items():
             if not isinstance(old, Literal) and old in inside:
                 match.origin[v] = inside[old]
-        walk = _Walk(self.c, match)
+        walk = _Walk(self.c, match, self.shard)
+        walk.literals = {v: atom for atom, v in fed if isinstance(atom, Literal)}
         walk.made_from = self.made_from
         match.steps = walk.range(0, len(body.eqns), j, stop_j)
         result = dict(zip(body.outvars, eqn.outvars, strict=True))
@@ -413,13 +443,24 @@ def _called(eqn: JaxprEqn) -> Jaxpr | None:
     if len(inside) != 1 or eqn.primitive.name in LOOPS or not inside[0].eqns:
         return None
     body = inside[0]
-    ins = [v.aval for v in body.invars] == [v.aval for v in eqn.invars]
+    ins = [type_text(v.aval) for v in body.invars] == [type_text(v.aval) for v in eqn.invars]
     return body if ins and len(body.outvars) == len(eqn.outvars) else None
 
 
-def _overlap(outside: list[int], inside: list[int]) -> tuple[int, int | None]:
-    """The first and the last of `outside` that `inside` holds, if it holds half of itself there."""
+def _divides(whole: JaxprEqn, shard: JaxprEqn) -> bool:
+    """Whether every operand and result of an equation has the shape of the other's, or a part of it."""
+    pairs = [*zip(whole.invars, shard.invars, strict=False), *zip(whole.outvars, shard.outvars, strict=False)]
+    for old, new in pairs:
+        a, b = getattr(old.aval, "shape", ()), getattr(new.aval, "shape", ())
+        if getattr(old.aval, "dtype", None) != getattr(new.aval, "dtype", None) or len(a) != len(b):
+            return False
+        if any(m != n and (not n or m % n) for m, n in zip(a, b, strict=True)):
+            return False
+    return len(whole.invars) == len(shard.invars) and len(whole.outvars) == len(shard.outvars)
+
+
+def _overlap(outside: Keys, inside: Keys, least: int | None = None) -> tuple[int, int | None]:
+    """The first and the last of `outside` that `inside` holds, if these are `least`, or half of `inside`."""
     pairs = align([(outside, inside)])
-    if 2 * len(pairs) < len(inside) or not pairs:
-        return 0, None
-    return pairs[0][0], pairs[-1][0]
+    enough = 2 * len(pairs) >= len(inside) or (least is not None and len(pairs) >= least)
+    return (pairs[0][0], pairs[-1][0]) if pairs and enough else (0, None)

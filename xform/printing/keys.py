@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 from xform.higher_order import OPAQUE, bodies
-from xform.printing.phrases import exactly
+from xform.printing import phrases
 from xform.printing.spell import const_key, type_text
 from xform.trace import Atom, Jaxpr, JaxprEqn, Literal, name_stack, source_line
 
@@ -23,13 +23,15 @@ SEE_THROUGH = frozenset({"sharding_constraint", "name", "reshard", "optimization
 class Key:
     """An equation as numbers: equal numbers, equal equations. `header` leaves out the bodies, `exact` has
     them, `placed` has the source line too, `deep` also what made the operands; `loose` is the primitive at
-    its place in the source."""
+    its place in the source, `spot` that without the name stack. `unsized` is `header` without any sizes."""
 
     header: int
     exact: int
     placed: int
     deep: int
     loose: int
+    spot: int
+    unsized: int
     inside: int | None
 
 
@@ -53,7 +55,7 @@ class Fingerprints:
     def _make_keys(self, jaxpr: Jaxpr) -> Iterator[Key]:
         made_by: dict[Any, Hashable] = {}
         for eqn in jaxpr.eqns:
-            header = self._number((exactly(eqn), self._opaque(eqn)))
+            header = self._number((phrases.exactly(eqn), self._opaque(eqn)))
             inside = tuple(self.digest(body) for body in bodies(eqn)) or None
             exact = self._number((header, inside))
             place = (source_line(eqn), name_stack(eqn))
@@ -61,8 +63,11 @@ class Fingerprints:
             operands = tuple(0 if isinstance(v, Literal) else made_by.get(v, -1) for v in eqn.invars)
             deep = self._number((placed, operands))
             name = eqn.params.get("name") if inside else None
-            loose = self._number((eqn.primitive.name, name if isinstance(name, str) else "", place))
-            yield Key(header, exact, placed, deep, loose, None if inside is None else self._number(inside))
+            called = (eqn.primitive.name, name if isinstance(name, str) else "")
+            loose, spot = self._number((*called, place)), self._number((*called, place[0]))
+            unsized = self._number(phrases.unsized(eqn))
+            body = None if inside is None else self._number(inside)
+            yield Key(header, exact, placed, deep, loose, spot, unsized, body)
             through = eqn.primitive.name in SEE_THROUGH and len(eqn.invars) >= len(eqn.outvars)
             for k, v in enumerate(eqn.outvars):
                 made_by[v] = operands[k] if through else (placed, k)

@@ -6,6 +6,7 @@ GLOSSARY: dict[str, str] = {
     "all_gather": "Collects the parts of an array from all devices, so that each holds the whole.",
     "all_to_all": "Every device sends a different part to every other one.",
     "argmax": "The place of the largest number.",
+    "axis_index": "The number of this device along mesh axes.",
     "broadcast_in_dim": "Repeats an array along new dimensions.",
     "concatenate": "Puts arrays one behind the other.",
     "cond": "Runs one of several branches, depending on a number.",

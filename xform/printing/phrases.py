@@ -161,6 +161,22 @@ def _pallas_call(p: Mapping[str, Any]) -> list[str]:
     return [f"grid {_dims(grid)}"] if grid else []
 
 
+def _collective(p: Mapping[str, Any]) -> list[str]:
+    axes = p["axis_name"] if "axis_name" in p else p["axes"]
+    names = axes if isinstance(axes, (tuple, list)) else (axes,)
+    found = ["over " + ", ".join(map(str, names))]
+    told = {"axis_name", "axes", "axis_size", "tiled"} | {"split_axis", "concat_axis", *ALONG}
+    if "split_axis" in p:
+        found.append(f"dimension {p['split_axis']} to {p['concat_axis']}")
+    found += [f"dimension {p[key]}" for key in ALONG if key in p]
+    if p.get("tiled") is False:
+        found.append("untiled")
+    return found + _rest(p, told)
+
+
+ALONG = ("all_gather_dimension", "scatter_dimension")
+
+
 PHRASES: dict[str, Callable[[Mapping[str, Any]], list[str]]] = {
     "dot_general": _dot_general,
     "sharding_constraint": _sharding_constraint,
@@ -178,6 +194,13 @@ PHRASES: dict[str, Callable[[Mapping[str, Any]], list[str]]] = {
     "gather": _gather,
     "scatter": _gather,
     "scatter-add": _gather,
+    "all_gather": _collective,
+    "reduce_scatter": _collective,
+    "all_to_all": _collective,
+    "psum": _collective,
+    "psum_invariant": _collective,
+    "pmax": _collective,
+    "pmin": _collective,
     "jit": _jit,
     "scan": _scan,
     "while": _while,
@@ -245,6 +268,20 @@ def exactly(eqn: JaxprEqn) -> str:
     ins = ",".join(_atom(v) for v in eqn.invars)
     split = scan_split(eqn.params)  # what ft_in says, however it is held
     return f"{eqn.primitive.name}{where}[{params}]{split or ''} {ins} -> {outs}"
+
+
+def unsized(eqn: JaxprEqn) -> str:
+    """The same without sizes: equal for an equation and the one that does its work on one shard."""
+    params = ",".join(
+        f"{name}={len(value) if name in SIZES else 'None' if _idle(eqn, value) else spell(value)}"
+        for name, value in sorted(eqn.params.items())
+        if name not in SILENT
+    )
+    return f"{eqn.primitive.name}[{params}]{scan_split(eqn.params) or ''}"
+
+
+SIZES = frozenset({"shape", "new_sizes", "slice_sizes", "sizes", "limit_indices"})
+"""Parameters that are sizes of dimensions."""
 
 
 def _idle(eqn: JaxprEqn, value: Any) -> bool:

@@ -1,0 +1,59 @@
+"""A value of the original program as the walk knows it, and the body that it is known in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from xform.spmd.layout import Laid
+from xform.trace import Value, current_trace
+
+WEIGHT = "weight:"
+"""The name scope of the collectives that bring a weight together; the weight's path follows."""
+
+WHOLE = "whole_values"
+"""The name scope of the collectives for operations that are done on whole values."""
+
+GRADIENT = "gradient:"
+"""The name scope of the collectives that sum a gradient; the dtype follows in which it is computed."""
+
+
+class Scope:
+    """A body that is being traced: its kind, JAX's trace, how often it runs, and the forms of values in it.
+
+    `adds`: it is the body of a loop that adds to what it carries.
+    """
+
+    def __init__(self, kind: str, parent: Scope | None, turns: int = 1) -> None:
+        self.kind, self.parent, self.trace = kind, parent, current_trace()
+        self.times: int = turns * (parent.times if parent else 1)
+        self.adds = False
+        self.forms: dict[Val, dict[Laid, tuple[Value, int | None]]] = {}
+        self.kept = 0  # bytes of weights that are gathered here for loops
+        self.later: Value | None = None  # the last result of the backward pass
+        self.last: Val | None = None  # the weight that was gathered last
+
+
+class Val:
+    """A value of the original program. `laid`: how it lies; of what is made where it is used (`make`), how it
+    would lie by what it is made of. `origin`: the weight that it is, whole or a layer of it, cast or turned.
+    `gradient`: it is the terms of a weight's gradient, to be summed over the batch; they may be wider than
+    `aval` says, until they are. `turned`: the weight that it is the transpose of, and how.
+    """
+
+    __slots__ = ("aval", "gradient", "laid", "make", "origin", "scope", "turned")
+
+    def __init__(
+        self, aval: Any, laid: Laid, scope: Scope, make: Callable[[Laid], Value] | None = None
+    ) -> None:
+        self.aval, self.laid, self.scope, self.make = aval, laid, scope, make
+        self.origin, self.gradient = "", False
+        self.turned: tuple[Val, tuple[int, ...]] | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(getattr(self.aval, "shape", ()))
+
+    @property
+    def itemsize(self) -> int:
+        return int(getattr(self.aval.dtype, "itemsize", 4))

@@ -1,0 +1,554 @@
+"""Rewrites a program to the view of one shard: every value has a layout, every operation runs on the parts.
+
+    y = dot_general x w      ->     w' = all_gather w                  [e/fsdp, f] -> [e, f]
+                                    y  = dot_general x w'              on this device's rows
+    dw = dot_general x dy    ->     dw = psum_scatter (dot_general x dy)
+
+The walk goes over the program once, in order. An operation is data (`forms`): which dimensions are the same,
+which are summed away. For each, the layouts that its operands have and the one that is wanted of its result
+(a sharding constraint that follows it) are candidates; the one that moves the fewest bytes is taken, and the
+operands are brought there (`moves`). What was gathered is kept for the next use in the same body. A value
+that can be made anywhere for nothing, a mask, a broadcast, zeros, is made where it is used, as it is wanted
+there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from xform.higher_order import enter
+from xform.report import Report, amount
+from xform.rewrite import Site, rewrite
+from xform.spmd.choice import Assignment, Case, Choice, Operand
+from xform.spmd.extremes import of_all, with_derivative
+from xform.spmd.forms import Form, form_of
+from xform.spmd.layout import Grid, Laid, whole
+from xform.spmd.moves import Router
+from xform.spmd.values import GRADIENT, WEIGHT, WHOLE, Scope, Val
+from xform.spmd.wishes import Wish, terms
+from xform.spmd.wishes import wishes as wishes_of
+from xform.trace import (
+    DropVar,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Value,
+    Var,
+    at_source,
+    bind,
+    in_trace,
+    name_stack,
+    source_line,
+)
+
+MOVES = frozenset(
+    {
+        "convert_element_type",
+        "copy",
+        "layout_constraint",
+        "reduce_precision",
+        "reshape",
+        "sharding_constraint",
+        "slice",
+        "squeeze",
+        "transpose",
+    }
+)
+"""Operations whose result is a weight still, when their operand is one."""
+
+SAME = {"convert_element_type": ("new_dtype",), "transpose": ("permutation",)}
+"""Those that, done twice to a weight, are done once; with the parameters that say what."""
+
+LINEAR = frozenset(
+    {"copy", "imag", "neg", "real", "reduce_sum", "reshape", "rev", "slice", "squeeze", "stack", "transpose"}
+)
+"""Operations of one value that may run on the terms of a sum."""
+
+SUMS = frozenset({"add", "add_any", "sub"})
+
+DotAlgorithms = (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset)
+
+FREE = frozenset({"broadcast_in_dim", "iota", "random_bits"})
+"""Operations whose results are made as they are wanted, whatever they are made of."""
+
+
+class Walk:
+    """One walk over one program.
+
+    grid: the axes of the manual region. parts: of the plan's axes, those that are in it. sum_dtype: in which
+    dtype gradients are summed over the axes `batch`, or None for their own. report: told what is done on
+    whole values. differentiated: nobody will differentiate the result; else rules for derivatives are kept.
+    batch: the axes that rows of data lie over. overlap: "prefetch": collectives of a loop run beside another
+    turn; "permute": they are built of permutes.
+    """
+
+    def __init__(
+        self,
+        grid: Grid,
+        parts: Mapping[str, tuple[str, ...]],
+        report: Report,
+        handlers: Mapping[str, Callable[..., list[Val] | None]],
+        sum_dtype: Any = None,
+        differentiated: bool = True,
+        batch: Sequence[str] = (),
+        overlap: Sequence[str] = (),
+    ) -> None:
+        self.grid, self.parts, self.report, self.handlers = grid, parts, report, handlers
+        self.router = Router(grid)
+        self.sum_dtype, self.differentiated, self.batch = sum_dtype, differentiated, frozenset(batch)
+        self.choice = Choice(grid, self.router, self.batch)
+        self.spared = 0.0
+        self.overlap = overlap
+        self.largest = 0
+        self.scope = Scope("step", None)
+        self.phase = 0
+        self.prefix = ""
+        self.current_wishes: Sequence[Wish | None] = ()
+        self._forms: dict[int, tuple[JaxprEqn, Form | None]] = {}
+        self._weights: dict[Any, Val] = {}
+        self._told: set[tuple[str, str]] = set()
+
+    # ------------------------------------------------------------ values
+
+    def held(self, x: Value, aval: Any, laid: Laid, origin: str = "") -> Val:
+        """A value of the original program, of type `aval`, that is held as `x` in layout `laid`."""
+        laid = self.grid.normal(laid)
+        val = Val(aval, laid, self.scope)
+        val.origin = origin
+        if origin and self.scope.parent is None:
+            self.largest = max(self.largest, math.prod(val.shape) * val.itemsize)
+        self.scope.forms[val] = {laid: (x, None)}
+        return val
+
+    def constant(self, x: Value, aval: Any) -> Val:
+        return self.held(x, aval, whole(getattr(aval, "shape", ())))
+
+    def forms(self, val: Val) -> dict[Laid, tuple[Value, Scope]]:
+        """The forms that a value has here. What was gathered for the forward pass is not kept for the
+        backward pass, nor across a body that is computed again.
+        """
+        found: dict[Laid, tuple[Value, Scope]] = {}
+        scope, again = self.scope, False
+        while True:
+            for laid, (x, phase) in scope.forms.get(val, {}).items():
+                kept = phase in (None, self.phase) or scope.last is val
+                if laid == val.laid or (kept and not again):
+                    found.setdefault(laid, (x, scope))
+            if scope is val.scope:
+                return found
+            again = again or (scope.kind == "remat" and not self._early(val))
+            assert scope.parent is not None
+            scope = scope.parent
+
+    def get(self, val: Val, want: Laid) -> Value:
+        """The value as it lies in layout `want`."""
+        want = self.grid.normal(want)
+        found = self.forms(val)
+        if want in found:
+            return found[want][0]
+        if val.make is not None:
+            x = val.make(want)
+            self.scope.forms.setdefault(val, {})[want] = (x, self.phase)
+            return x
+        have = min(found, key=lambda laid: self.router.route(laid, want).sent)
+        x, where = found[have]
+        route = self.router.route(have, want)
+        if val.turned is not None and route.sent:
+            source, order = val.turned
+            dims = [want.dims[order.index(k)] for k in range(len(order))]
+            x = jax.lax.transpose(self.get(source, Laid(tuple(dims))), order)
+            self.scope.forms.setdefault(val, {})[want] = (x, self.phase)
+            return x
+        target = self.outside(where, self._early(val)) if route.sent else self.scope
+        if target is not self.scope and val.origin and not self._fits(target, val, want):
+            target = self.scope
+        with in_trace(target.trace):
+            if self.phase and target.later is not None and self._was_gathered(target, val, want):
+                x, _ = jax.lax.optimization_barrier((x, target.later))
+            x = self._moved(x, val, have, want)
+        target.forms.setdefault(val, {})[want] = (x, self.phase if route.sent else None)
+        if val.origin and route.sent:
+            target.last = val
+        return x
+
+    def _early(self, val: Val) -> bool:
+        """Whether a weight is a row of a loop whose rows come together a turn early."""
+        return "prefetch" in self.overlap and bool(val.origin) and val.scope.kind == "loop"
+
+    def overlapped(self, eqn: JaxprEqn, nbytes: int, early: int, late: int) -> None:
+        """Tells the report of a loop with collectives that run beside another turn."""
+        self.report.did(
+            "shard",
+            f"{early} collectives of a loop run a turn early, {late} a turn late",
+            f"{amount(nbytes)} more on a device",
+            source_line(eqn),
+        )
+
+    def outside(self, where: Scope, early: bool = False) -> Scope:
+        """The body before the outermost loop around this one that `where` is not in: what is done there with
+        what is known in `where` is done once. early: and before a body that is computed again.
+        """
+        target, scope = self.scope, self.scope
+        while scope is not where and scope.parent is not None:
+            if scope.kind == "loop" or (early and scope.kind == "remat"):
+                target = scope.parent
+            scope = scope.parent
+        return target
+
+    def _fits(self, target: Scope, val: Val, want: Laid) -> bool:
+        """Whether a weight is kept together while loops run: as many as are not more than two of the
+        largest.
+        """
+        nbytes = math.prod(self.grid.local(want)) * val.itemsize
+        if target.kept + nbytes > 2 * self.largest:
+            return False
+        target.kept += nbytes
+        return True
+
+    def _was_gathered(self, target: Scope, val: Val, want: Laid) -> bool:
+        """Whether the forward pass, in the same body, has gathered the same: the compiler would make one of
+        both, and keep it from one to the other.
+        """
+        return bool(val.origin) and target.forms.get(val, {}).get(want, (None, 1))[1] == 0
+
+    def _moved(self, x: Value, val: Val, have: Laid, want: Laid) -> Value:
+        if val.origin:
+            with jax.named_scope(WEIGHT + val.origin):
+                return self.router.emit(x, have, want, self._in_rings())
+        if not val.gradient or have.partial == want.partial:
+            return self.router.emit(x, have, want)
+        dtype = val.aval.dtype
+        with jax.named_scope(GRADIENT + str(dtype)):
+            x = x.astype(self.sum_dtype or dtype)
+            return self.router.emit(x, have, want, self._in_rings()).astype(dtype)
+
+    def _in_rings(self) -> bool:
+        """Whether collectives here are built of permutes: in a loop, beside which they can run."""
+        scope: Scope | None = self.scope
+        while scope is not None and scope.kind != "loop":
+            scope = scope.parent
+        return "permute" in self.overlap and scope is not None
+
+    def whole(self, val: Val) -> Value:
+        """The value, all of it on every device."""
+        return self.get(val, whole(val.shape))
+
+    def settled(self, val: Val) -> Laid:
+        """How a value that leaves its body lies: as it is held, summed."""
+        if val.make is None:
+            return val.laid.summed()
+        made = [laid for laid in self.forms(val) if not laid.partial]
+        return max(made, key=lambda laid: self.grid.ways(laid.axes), default=val.laid)
+
+    # ------------------------------------------------------------ programs
+
+    def run(self, jaxpr: Jaxpr, inputs: Sequence[Val], asked: Sequence[Wish | None] = ()) -> list[Val]:
+        """The results of a program, here; asked: how each is wanted."""
+        env: dict[Var, Val] = dict(zip(jaxpr.invars, inputs, strict=True))
+        for var, x in zip(jaxpr.constvars, jaxpr.consts, strict=True):
+            env[var] = self.constant(x, var.aval)
+        known = wishes_of(jaxpr, self.parts)
+        for v, wish in zip(jaxpr.outvars, asked, strict=False):
+            if wish is not None and isinstance(v, Var):
+                known.setdefault(v, wish)
+        added = terms(jaxpr)
+
+        def read(atom: Any) -> Val:
+            if isinstance(atom, Literal):
+                return self.constant(atom.val, atom.aval)
+            return env[atom]
+
+        for eqn in jaxpr.eqns:
+            vals = [read(v) for v in eqn.invars]
+            phase, self.phase = self.phase, int("transpose(" in name_stack(eqn) or self.phase)
+            with at_source(eqn, self.prefix):
+                outs = self.equation(eqn, vals, [known.get(v) for v in eqn.outvars], added)
+            if self.phase and outs and (own := self.scope.forms.get(outs[0])) and outs[0].make is None:
+                self.scope.later = next(iter(own.values()))[0]
+            self.phase = phase
+            for var, val in zip(eqn.outvars, outs, strict=True):
+                if not isinstance(var, DropVar):
+                    env[var] = val
+        return [read(v) for v in jaxpr.outvars]
+
+    def inlined(self, eqn: JaxprEqn, jaxpr: Jaxpr, vals: Sequence[Val]) -> list[Val]:
+        """The results of a body in place of the call of it."""
+        before = self.prefix
+        self.prefix = "/".join(filter(None, (before, name_stack(eqn))))
+        try:
+            return self.run(jaxpr, vals, self.current_wishes)
+        finally:
+            self.prefix = before
+
+    def inside(self, kind: str, f: Callable[..., Any], turns: int = 1) -> Callable[..., Any]:
+        """`f`, traced as a body of its own that runs so often."""
+
+        def traced(*args: Any) -> Any:
+            before = (self.scope, self.prefix, self.phase)
+            self.scope, self.prefix = Scope(kind, before[0], turns), ""
+            try:
+                return f(*args)
+            finally:
+                self.scope, self.prefix, self.phase = before
+
+        return traced
+
+    def granted(self, val: Val, wish: Wish) -> Laid:
+        """The layout that fulfils a wish, as the value has it where the wish says nothing. The terms of a
+        gradient that a loop adds up are scattered, but wait to be summed where they would be whole.
+        """
+        waits = val.gradient and self.adding(self.scope)
+        partial = tuple(a for a in val.laid.partial if waits and a not in wish.laid.axes)
+        return self.grid.normal(Laid(wish.granted(val.laid).dims, partial))
+
+    def adding(self, scope: Scope | None) -> bool:
+        """Whether a body, or one around it, is of a loop that adds to what it carries."""
+        return scope is not None and (scope.adds or self.adding(scope.parent))
+
+    def left(self, val: Val, scope: Scope | None) -> Laid:
+        """How a value leaves its body for the body `scope`: the terms of a gradient as they are, if one there
+        adds them up; all else settled.
+        """
+        if val.gradient and val.laid.partial and self.adding(scope):
+            return val.laid
+        return self.settled(val)
+
+    # ------------------------------------------------------------ equations
+
+    def equation(
+        self,
+        eqn: JaxprEqn,
+        vals: list[Val],
+        wishes: Sequence[Wish | None],
+        added: frozenset[Var] = frozenset(),
+    ) -> list[Val]:
+        """The results of an equation, as `wishes` say; added: results that are summed further as they are."""
+        if eqn.primitive.name in MOVES and vals[0].origin:
+            here, self.scope = self.scope, self.outside(vals[0].scope, self._early(vals[0]))
+            if self.scope is not here:  # a weight from before a loop is cast and turned before it
+                try:
+                    with in_trace(self.scope.trace):
+                        return self.equation(eqn, vals, wishes, added)
+                finally:
+                    self.scope = here
+        if eqn.primitive.name == "sharding_constraint" and eqn.invars[0] in added and vals[0].laid.partial:
+            return vals
+        if eqn.primitive.name in SAME and vals[0].origin:
+            return [self._weight(eqn, vals[0])]
+        handler = self.handlers.get(eqn.primitive.name)
+        self.current_wishes = wishes
+        outs = handler(self, eqn, vals) if handler is not None else None
+        if outs is None:
+            form = self.form(eqn)
+            outs = self.undivided(eqn, vals) if form is None else self.lower(eqn, form, vals, wishes)
+        return [
+            val
+            if wish is None or not val.shape or (var in added and val.laid.partial)
+            else self.moved_to(val, self.granted(val, wish))
+            for var, val, wish in zip(eqn.outvars, outs, wishes, strict=True)
+        ]
+
+    def _weight(self, eqn: JaxprEqn, val: Val) -> Val:
+        """A weight cast or transposed: the same value for all who do the same, so that it is gathered
+        once.
+        """
+        key = (val, eqn.primitive.name, *(eqn.params[name] for name in SAME[eqn.primitive.name]))
+        made, scope = self._weights.get(key), self.scope
+        while made is not None and scope is not made.scope:
+            if scope.parent is None:
+                made = None
+            else:
+                scope = scope.parent
+        if made is None:
+            form = self.form(eqn)
+            assert form is not None
+            (made,) = self.lower(eqn, form, [val])
+            if eqn.primitive.name == "transpose":
+                made.turned = (val, tuple(eqn.params["permutation"]))
+            self._weights[key] = made
+        return made
+
+    def moved_to(self, val: Val, want: Laid) -> Val:
+        """The value held in another layout, instead of its own."""
+        if want == val.laid and val.make is None:
+            return val
+        moved = self.held(self.get(val, want), val.aval, want, val.origin)
+        moved.gradient = val.gradient and bool(want.partial)
+        return moved
+
+    def form(self, eqn: JaxprEqn) -> Form | None:
+        known = self._forms.get(id(eqn))
+        if known is None:
+            known = self._forms[id(eqn)] = (eqn, form_of(eqn))
+        return known[1]
+
+    def undivided(self, eqn: JaxprEqn, vals: Sequence[Val], why: str = "") -> list[Val]:
+        """The operation on whole values, on every device."""
+        if any(val.make is None and not val.laid.is_whole for val in vals):
+            self.tell(eqn, why or "nothing is known of what it does to dimensions")
+        with jax.named_scope(WHOLE):
+            args = [self.whole(v) for v in vals]
+        outs = bind(eqn, args, enter(eqn, lambda body, _: rewrite(body, _unconstrained)))
+        return [self.constant(x, var.aval) for x, var in zip(outs, eqn.outvars, strict=True)]
+
+    def tell(self, eqn: JaxprEqn, why: str) -> None:
+        line = source_line(eqn)
+        if (eqn.primitive.name, line) not in self._told:
+            self._told.add((eqn.primitive.name, line))
+            self.report.declined(
+                "shard", f"{eqn.primitive.name} on the parts: it takes whole values", why, line
+            )
+
+    def lower(
+        self, eqn: JaxprEqn, form: Form, vals: Sequence[Val], wishes: Sequence[Wish | None] = ()
+    ) -> list[Val]:
+        """The operation on the parts, in the layout that moves the fewest bytes."""
+        name = eqn.primitive.name
+        avals = [v.aval for v in eqn.outvars]
+        wishes = wishes or [None] * len(avals)
+        partial = self._carried(eqn, vals)
+        if name in FREE or self._is_free(vals, avals):
+            chosen = self.choice.combined(form, [(n, v.laid.summed()) for n, v in enumerate(vals)], [])
+            return [self._made(eqn, form, vals, number, chosen) for number in range(len(avals))]
+        chosen = self.choice.best(self.case(eqn, form, vals, wishes, partial))
+        if partial and name in SUMS and wishes[0] is not None:
+            route = self.router.route(vals[0].laid, wishes[0].granted(vals[0].laid.summed()))
+            self.spared += route.sent * vals[0].itemsize * self.scope.times
+        return self.bound(eqn, form, vals, chosen, partial)
+
+    def bound(
+        self,
+        eqn: JaxprEqn,
+        form: Form,
+        vals: Sequence[Val],
+        chosen: Assignment,
+        partial: tuple[str, ...] = (),
+    ) -> list[Val]:
+        """The operation on parts laid out by `chosen`."""
+        args, shapes = [], []
+        for val, factors in zip(vals, form.operands, strict=True):
+            laid = self.choice.laid(factors, chosen)
+            if partial:
+                laid = Laid(laid.dims, partial)
+            args.append(self.get(val, laid))
+            shapes.append(self.grid.local(laid))
+        outs = [self.choice.laid(factors, chosen) for factors in form.results]
+        params = eqn.params
+        if form.local is not None:
+            params = form.local(params, shapes, [self.grid.local(o) for o in outs])
+        origin = vals[0].origin if eqn.primitive.name in MOVES else ""
+        summed = self.choice.over(form, chosen, "sum")
+        gradient = self.is_gradient(vals, summed) or any(v.gradient for v in vals if partial)
+        if gradient:
+            args, params = self._wide(eqn, args, params)
+        results = self._results(eqn, form, chosen, args, params)
+        made = []
+        for x, var, laid in zip(results, eqn.outvars, outs, strict=True):
+            made.append(
+                self.held(x, var.aval, Laid(laid.dims, tuple(dict.fromkeys((*partial, *summed)))), origin)
+            )
+            made[-1].gradient = gradient
+        return made
+
+    def is_gradient(self, vals: Sequence[Val], summed: Sequence[str]) -> bool:
+        """Whether an operation adds up a weight's gradient: in the backward pass, over the batch, no
+        weight.
+        """
+        return bool(self.phase) and not self.batch.isdisjoint(summed) and not any(v.origin for v in vals)
+
+    def _wide(
+        self, eqn: JaxprEqn, args: list[Value], params: dict[str, Any]
+    ) -> tuple[list[Value], dict[str, Any]]:
+        """The operands and parameters with which a gradient's terms come in the dtype they are summed in,
+        where that is the wider: rounded after the sum, not before.
+        """
+        own, name = getattr(eqn.outvars[0].aval, "dtype", None), eqn.primitive.name
+        if self.sum_dtype is None or jnp.promote_types(own, self.sum_dtype) == own:
+            return args, params
+        if "preferred_element_type" in params and not isinstance(params["precision"], DotAlgorithms):
+            return args, {**params, "preferred_element_type": jnp.dtype(self.sum_dtype)}
+        if name == "reduce_sum" or name in SUMS:
+            return [x.astype(self.sum_dtype) for x in args], params
+        return args, params
+
+    def _results(
+        self, eqn: JaxprEqn, form: Form, chosen: Assignment, args: Sequence[Value], params: dict[str, Any]
+    ) -> list[Value]:
+        """The operation on the parts; of extremes, that of all devices."""
+        for kind, reduced in (("max", jax.lax.pmax), ("min", jax.lax.pmin)):
+            if axes := self.choice.over(form, chosen, kind):
+
+                def extreme(x: Value, *, reduced: Any = reduced, axes: tuple[str, ...] = axes) -> Value:
+                    return of_all(bind(eqn, [x], params)[0], axes, reduced)
+
+                if self.differentiated or not jnp.issubdtype(args[0].dtype, jnp.floating):
+                    return [extreme(args[0])]
+                return [with_derivative(extreme, args[0], params["axes"], axes)]
+        return bind(eqn, args, params)
+
+    def _carried(self, eqn: JaxprEqn, vals: Sequence[Val]) -> tuple[str, ...]:
+        """The axes over which the terms of a sum go through the operation as they are."""
+        name, first = eqn.primitive.name, vals[0].laid.partial if vals else ()
+        if not first or any(v.make is not None for v in vals):
+            return ()
+        if name in LINEAR and len(vals) == 1:
+            return first
+        if name in SUMS and all(v.laid.partial == first for v in vals):
+            return first
+        if name == "convert_element_type" and vals[0].gradient and self.adding(self.scope):
+            before, after = vals[0].aval.dtype, eqn.params["new_dtype"]
+            return first if jnp.promote_types(before, after) == after else ()
+        return ()
+
+    def _is_free(self, vals: Sequence[Val], avals: Sequence[Any]) -> bool:
+        """Whether an operation works on nothing but what is made as wanted, and scalars."""
+        if not vals or len(avals) != 1:
+            return False
+        free = [v.make is not None or not v.shape for v in vals]
+        return all(free) and any(v.make is not None for v in vals)
+
+    def _made(self, eqn: JaxprEqn, form: Form, vals: Sequence[Val], number: int, chosen: Assignment) -> Val:
+        """A result that is made in whatever layout it is asked for."""
+        factors, aval = form.results[number], eqn.outvars[number].aval
+        prefix = self.prefix
+
+        def make(want: Laid) -> Value:
+            assigned = self.choice.combined(form, [], [(number, want)])
+            laid = self.choice.laid(factors, assigned)
+            with at_source(eqn, prefix):
+                val = self.bound(eqn, form, vals, assigned)[number]
+                return self.router.emit(self.get(val, laid), laid, want)
+
+        return Val(aval, self.choice.laid(factors, chosen), self.scope, make)
+
+    def case(
+        self,
+        eqn: JaxprEqn,
+        form: Form,
+        vals: Sequence[Val],
+        wishes: Sequence[Wish | None],
+        partial: tuple[str, ...] = (),
+    ) -> Case:
+        """What the choice of a layout for an operation goes by."""
+        operands = tuple(
+            Operand(
+                (v.laid,) if v.make is not None else tuple(dict.fromkeys((v.laid, *self.forms(v)))),
+                v.itemsize,
+                v.make is not None,
+                bool(v.origin),
+            )
+            for v in vals
+        )
+        outs = tuple(int(getattr(getattr(v.aval, "dtype", None), "itemsize", 4)) for v in eqn.outvars)
+        adds = self.is_gradient(vals, tuple(self.batch)) and self.adding(self.scope)
+        return Case(form, operands, outs, tuple(wishes), partial, self.batch if adds else frozenset())
+
+
+def _unconstrained(site: Site) -> list[Value] | None:
+    """Inside the manual region nothing is constrained to lie on its axes: what is whole is whole."""
+    return [site.args[0]] if site.name == "sharding_constraint" else None

@@ -1,0 +1,86 @@
+"""How results are wanted: the layouts that sharding constraints ask for, and of which sums they speak."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from jax.sharding import NamedSharding, PartitionSpec
+
+from xform.sharding.layout import entry_axes
+from xform.spmd.layout import Laid, Piece
+from xform.trace import Jaxpr, JaxprEqn, Var, shape_of
+
+Parts = Mapping[str, tuple[str, ...]]
+"""Of the plan's mesh axes, those of the manual region, outermost first."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Wish:
+    """The layout that a constraint asks for; `free`: dimensions of which it says nothing."""
+
+    laid: Laid
+    free: frozenset[int]
+
+    def granted(self, laid: Laid) -> Laid:
+        """The layout that fulfils the wish for a value that lies so, which it keeps where nothing is said."""
+        taken = set(self.laid.axes)
+        return Laid(
+            tuple(
+                own if i in self.free and not {a for p in own for a in p.axes} & taken else dim
+                for i, (dim, own) in enumerate(zip(self.laid.dims, laid.dims, strict=True))
+            )
+        )
+
+
+def wish_of(eqn: JaxprEqn, parts: Parts) -> Wish | None:
+    """The layout that a sharding constraint asks for, as far as the region's axes go."""
+    sharding = eqn.params["sharding"]
+    if not isinstance(sharding, NamedSharding):
+        return None
+    shape = shape_of(eqn.invars[0])
+    spec = [*sharding.spec, *[None] * (len(shape) - len(sharding.spec))]
+    refined = [tuple(p for a in entry_axes(e) for p in parts.get(a, ())) for e in spec]
+    free = frozenset(i for i, e in enumerate(spec) if e is PartitionSpec.UNCONSTRAINED)
+    return Wish(Laid(tuple((Piece(n, axes),) for n, axes in zip(shape, refined, strict=True))), free)
+
+
+def wishes(jaxpr: Jaxpr, parts: Parts) -> dict[Any, Wish]:
+    """What is asked of each variable: by a constraint on it, and of a sum, by those on its terms."""
+    found: dict[Any, Wish] = {}
+    asked: dict[Any, Wish] = {}  # of a constraint's result too
+    for eqn in jaxpr.eqns:
+        name, first = eqn.primitive.name, eqn.invars[0] if eqn.invars else None
+        if name == "sharding_constraint" and isinstance(first, Var):
+            if (wish := wish_of(eqn, parts)) is not None:
+                found[first] = asked[first] = asked[eqn.outvars[0]] = wish
+        elif name == "add_any":
+            known = next((asked[v] for v in eqn.invars if v in asked), None)
+            if known is not None:
+                found[eqn.outvars[0]] = asked[eqn.outvars[0]] = known
+    return found
+
+
+def terms(jaxpr: Jaxpr) -> frozenset[Var]:
+    """The variables that are used once, to be added to another such (a gradient that comes from several
+    uses): summed over devices after that, they are once.
+    """
+    uses: dict[Var, list[JaxprEqn | None]] = {}
+    for eqn in jaxpr.eqns:
+        for v in eqn.invars:
+            if isinstance(v, Var):
+                uses.setdefault(v, []).append(eqn)
+    for v in jaxpr.outvars:
+        if isinstance(v, Var):
+            uses.setdefault(v, []).append(None)
+    found: set[Var] = set()
+    for eqn in reversed(jaxpr.eqns):
+        for var in eqn.outvars:
+            (use,) = uses.get(var, []) if len(uses.get(var, [])) == 1 else (None,)
+            if use is None:
+                continue
+            through = use.primitive.name in ("sharding_constraint", "transpose") and use.outvars[0] in found
+            if through or (use.primitive.name == "add_any" and use.invars[0] is not use.invars[1]):
+                found.add(var)
+    return frozenset(found)
