@@ -30,7 +30,7 @@ demo: $(VENV)/.installed-demo
 
 test: $(VENV)/.installed-test
 	@echo "make: running all tests in two processes, slow ones included"
-	$(PYTHON) -m pytest -n 2 $(ARGS)
+	$(PYTHON) -m pytest -n 2 --dist worksteal $(ARGS)
 
 lint: $(VENV)/.installed-test
 	$(PYTHON) -m ruff check .
