@@ -32,6 +32,7 @@ from xform.roles.logical import Named, logical_names
 from xform.sharding.constraints import Places, spelled
 from xform.sharding.layout import Layout, alternatives, spec_axes
 from xform.sharding.twins import of_same_end, twins
+from xform.spmd.values import Options
 from xform.spmd.written import written
 from xform.trace import Jaxpr, Var, shape_of
 
@@ -56,6 +57,8 @@ class Shard:
     automatic: mesh axes that explicit collectives leave to the compiler.
     gradient_dtype: in which gradients are summed over the batch's axes, where collectives are written out; a
         wider one than theirs rounds once, after the sum. By default the dtype they are computed in.
+    gather: with explicit collectives, weights that lie in parts over the batch's axes come together for a
+        "layer" at a time, in each pass and microbatch anew, or once for the whole "step".
     overlap: for loops over layers, of explicit collectives. "prefetch": the next layer's weights come
         together, and the last one's gradients are scattered, while a layer runs, for the memory of both.
         "permute": gathers and scatters are rings of permutes, which v5p and v6e start on their own, as they
@@ -74,6 +77,7 @@ class Shard:
     collectives: Literal["auto", "explicit"] | None = None
     automatic: Sequence[str] = ()
     gradient_dtype: Literal["float32", "bfloat16"] | None = None
+    gather: Literal["layer", "step"] = "layer"
     overlap: Sequence[Literal["prefetch", "permute"]] = ()
 
     stages: ClassVar[tuple[str, ...]] = ("step",)
@@ -120,6 +124,8 @@ class Shard:
             why = "collectives are left to the compiler; take collectives = 'explicit'"
             if self.gradient_dtype is not None:
                 context.report.declined("shard", f"gradients summed in {self.gradient_dtype}", why)
+            if self.gather != "layer":
+                context.report.declined("shard", "weights gathered once a step", why)
             if self.overlap:
                 context.report.declined("shard", f"overlap by {' and '.join(self.overlap)}", why)
         return made
@@ -139,7 +145,8 @@ class Shard:
             return jaxpr
         notes = Report()
         try:
-            found = written(jaxpr, context, manual, self.gradient_dtype, self.overlap, notes)
+            options = Options(self.gradient_dtype, tuple(self.overlap), self.gather)
+            found = written(jaxpr, context, manual, options, notes)
         except Decline as why:
             if self.collectives == "explicit":
                 raise PlanError(f"shard: collectives = 'explicit' cannot be: {why}; take 'auto'") from None

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from xform.higher_order import bodies, hoist, scan_parts
-from xform.spmd import overlap
+from xform.spmd import keeping, overlap
 from xform.spmd.layout import Dim, Laid, Piece, size_of
 from xform.spmd.values import Val
 from xform.spmd.walk import Walk
@@ -99,6 +99,9 @@ def scan(walk: Walk, eqn: JaxprEqn, vals: list[Val]) -> list[Val]:
     consts, carry, _ = scan_parts(eqn)
     (body,) = bodies(eqn)
     fixed, first, stacked = vals[:consts], vals[consts : consts + carry], vals[consts + carry :]
+    if walk.options.gather == "step":
+        own = body.invars[consts + carry :]
+        stacked = [keeping.together(walk, body, v, val) for v, val in zip(own, stacked, strict=True)]
     rows = [_rows(val) for val in stacked]
     xs = [walk.get(val, laid) for val, laid in zip(stacked, rows, strict=True)]
     row_types = [v.aval for v in body.invars[consts + carry :]]
@@ -112,7 +115,7 @@ def scan(walk: Walk, eqn: JaxprEqn, vals: list[Val]) -> list[Val]:
     def turn(state: Sequence[Value], row: Sequence[Value]) -> tuple[list[Value], list[Value]]:
         inputs = [walk.held(x, t, laid) for x, t, laid in zip(state, carried, laids, strict=True)]
         inputs += [
-            walk.held(x, t, Laid(laid.dims[1:]), val.origin)
+            walk.held(_wide(x, t), t, Laid(laid.dims[1:]), val.origin)
             for x, t, laid, val in zip(row, row_types, rows, stacked, strict=True)
         ]
         walk.scope.adds = bool(adding)
@@ -160,13 +163,18 @@ def scan(walk: Walk, eqn: JaxprEqn, vals: list[Val]) -> list[Val]:
     return made
 
 
+def _wide(row: Value, aval: Any) -> Value:
+    """A row as wide as the body takes it, where the stack is kept narrower."""
+    return row if row.dtype == aval.dtype else row.astype(aval.dtype)
+
+
 def _loop(
     walk: Walk, eqn: JaxprEqn, turn: Callable[..., Any], init: Sequence[Value], xs: Sequence[Value]
 ) -> tuple[Sequence[Value], Sequence[Value]]:
     """The loop over turns; with overlap, the collectives of a turn that may be early or late are."""
     p = eqn.params
     length, reverse, unroll = p["length"], p["reverse"], p["unroll"]
-    if "prefetch" in walk.overlap and xs and length >= overlap.LEAST:
+    if "prefetch" in walk.options.overlap and xs and length >= overlap.LEAST:
         rows = [jax.lax.index_in_dim(x, 0, keepdims=False) for x in xs]
 
         def flat(*values: Value) -> list[Value]:

@@ -15,6 +15,7 @@ from xform.sharding.layout import entry_axes
 from xform.spmd import blocks, calls, lookups, loops, prefixes, randoms, special
 from xform.spmd.layout import Grid
 from xform.spmd.torus import Staged
+from xform.spmd.values import PLAIN, Options
 from xform.spmd.walk import Walk
 from xform.trace import Jaxpr, Value, eval_jaxpr, fitted, name_stack, shape_of, trace_flat, without_dead
 
@@ -46,17 +47,16 @@ def partitioned(
     in_shardings: Sequence[NamedSharding | None],
     out_shardings: Sequence[NamedSharding | None],
     report: Report,
-    sum_dtype: Any = None,
+    options: Options = PLAIN,
     weights: Mapping[int, str] | None = None,
     batch: Sequence[str] = (),
-    overlap: Sequence[str] = (),
 ) -> Region:
     """The program as every device runs it, of the same type.
 
     manual: the axes of the plan's mesh that it is written out for; the others are left to the compiler. What
-    lies how at its ends, `in_shardings` and `out_shardings` say (None: whole). weights: numbers of inputs
-    that are weights, with a name for each. batch: the axes of the plan's mesh that the data lies over;
-    gradients are summed over them in `sum_dtype` (None: in their own). overlap: as `Walk` has it.
+    lies how at its ends, `in_shardings` and `out_shardings` say (None: whole). options: how. weights: numbers
+    of inputs that are weights, with a name for each. batch: the axes of the plan's mesh that the data lies
+    over.
     """
     parts = {axis: staged.parts[axis] for axis in manual}
     names = [p for axis in manual for p in parts[axis]]
@@ -80,7 +80,7 @@ def partitioned(
     def local(*xs: Value) -> list[Value]:
         nonlocal spared
         own = [p for axis in batch for p in parts.get(axis, ())]
-        walk = Walk(grid, parts, report, HANDLERS, sum_dtype, differentiated or ruled, own, overlap)
+        walk = Walk(grid, parts, report, HANDLERS, options, differentiated or ruled, own)
         vals = [
             walk.held(x, v.aval, grid.of_spec(s, shape_of(v)), (weights or {}).get(i, ""))
             for i, (x, v, s) in enumerate(zip(xs, jaxpr.invars, ins, strict=True))

@@ -123,10 +123,12 @@ def weights_of(
     axes: Sequence[Sequence[Sequence[str]]],
     sizes: Mapping[str, int],
     batch: Sequence[str],
+    once: bool = False,
 ) -> list[Weight]:
     """The weights of a program that lies in its layout but has no collectives yet.
 
     parameters: numbers of inputs, with their paths. axes: of each input, the mesh axes of each dimension.
+    once: what one pass has gathered the other reads too.
     """
     found: list[Weight] = []
     differentiated = any("jvp(" in name_stack(eqn) for eqn in equations(jaxpr))
@@ -140,7 +142,8 @@ def weights_of(
             continue
         rest = math.prod(sizes[a] for a in mine if a not in batch)
         nbytes = (math.prod(shape_of(var)) * itemsize if itemsize else nbytes_of(var)) / rest
-        found.append(Weight(path, nbytes, ways, across // ways, len(passes), number in trained))
+        reads = 1 if once else len(passes)
+        found.append(Weight(path, nbytes, ways, across // ways, reads, number in trained))
     return found
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from xform.spmd.layout import Laid
 from xform.trace import Value, current_trace
@@ -16,6 +17,23 @@ WHOLE = "whole_values"
 
 GRADIENT = "gradient:"
 """The name scope of the collectives that sum a gradient; the dtype follows in which it is computed."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How collectives are written out.
+
+    sum_dtype: in which dtype gradients are summed over the batch's axes; None for their own. overlap:
+    "prefetch", collectives of a loop run beside another turn; "permute", they are built of permutes. gather:
+    weights come together for a "layer" at a time, or once for the whole "step".
+    """
+
+    sum_dtype: str | None = None
+    overlap: tuple[str, ...] = ()
+    gather: Literal["layer", "step"] = "layer"
+
+
+PLAIN = Options()
 
 
 class Scope:

@@ -29,7 +29,7 @@ from xform.spmd.extremes import of_all, with_derivative
 from xform.spmd.forms import Form, form_of
 from xform.spmd.layout import Grid, Laid, whole
 from xform.spmd.moves import Router
-from xform.spmd.values import GRADIENT, WEIGHT, WHOLE, Scope, Val
+from xform.spmd.values import GRADIENT, PLAIN, WEIGHT, WHOLE, Options, Scope, Val
 from xform.spmd.wishes import Wish, terms
 from xform.spmd.wishes import wishes as wishes_of
 from xform.trace import (
@@ -80,11 +80,9 @@ FREE = frozenset({"broadcast_in_dim", "iota", "random_bits"})
 class Walk:
     """One walk over one program.
 
-    grid: the axes of the manual region. parts: of the plan's axes, those that are in it. sum_dtype: in which
-    dtype gradients are summed over the axes `batch`, or None for their own. report: told what is done on
-    whole values. differentiated: nobody will differentiate the result; else rules for derivatives are kept.
-    batch: the axes that rows of data lie over. overlap: "prefetch": collectives of a loop run beside another
-    turn; "permute": they are built of permutes.
+    grid: the axes of the manual region. parts: of the plan's axes, those that are in it. report: told what is
+    done on whole values. options: how. differentiated: nobody will differentiate the result; else rules for
+    derivatives are kept. batch: the axes that rows of data lie over.
     """
 
     def __init__(
@@ -93,17 +91,15 @@ class Walk:
         parts: Mapping[str, tuple[str, ...]],
         report: Report,
         handlers: Mapping[str, Callable[..., list[Val] | None]],
-        sum_dtype: Any = None,
+        options: Options = PLAIN,
         differentiated: bool = True,
         batch: Sequence[str] = (),
-        overlap: Sequence[str] = (),
     ) -> None:
         self.grid, self.parts, self.report, self.handlers = grid, parts, report, handlers
         self.router = Router(grid)
-        self.sum_dtype, self.differentiated, self.batch = sum_dtype, differentiated, frozenset(batch)
+        self.options, self.differentiated, self.batch = options, differentiated, frozenset(batch)
         self.choice = Choice(grid, self.router, self.batch)
         self.spared = 0.0
-        self.overlap = overlap
         self.largest = 0
         self.scope = Scope("step", None)
         self.phase = 0
@@ -137,7 +133,7 @@ class Walk:
         while True:
             for laid, (x, phase) in scope.forms.get(val, {}).items():
                 kept = phase in (None, self.phase) or scope.last is val
-                if laid == val.laid or (kept and not again):
+                if laid == val.laid or (kept and not again) or self.keeps(val):
                     found.setdefault(laid, (x, scope))
             if scope is val.scope:
                 return found
@@ -178,7 +174,7 @@ class Walk:
 
     def _early(self, val: Val) -> bool:
         """Whether a weight is a row of a loop whose rows come together a turn early."""
-        return "prefetch" in self.overlap and bool(val.origin) and val.scope.kind == "loop"
+        return "prefetch" in self.options.overlap and bool(val.origin) and val.scope.kind == "loop"
 
     def overlapped(self, eqn: JaxprEqn, nbytes: int, early: int, late: int) -> None:
         """Tells the report of a loop with collectives that run beside another turn."""
@@ -188,6 +184,10 @@ class Walk:
             f"{amount(nbytes)} more on a device",
             source_line(eqn),
         )
+
+    def keeps(self, val: Val) -> bool:
+        """Whether a weight, once it is together, stays so for the whole step."""
+        return self.options.gather == "step" and bool(val.origin)
 
     def outside(self, where: Scope, early: bool = False) -> Scope:
         """The body before the outermost loop around this one that `where` is not in: what is done there with
@@ -205,7 +205,7 @@ class Walk:
         largest.
         """
         nbytes = math.prod(self.grid.local(want)) * val.itemsize
-        if target.kept + nbytes > 2 * self.largest:
+        if target.kept + nbytes > 2 * self.largest and not self.keeps(val):
             return False
         target.kept += nbytes
         return True
@@ -214,7 +214,11 @@ class Walk:
         """Whether the forward pass, in the same body, has gathered the same: the compiler would make one of
         both, and keep it from one to the other.
         """
-        return bool(val.origin) and target.forms.get(val, {}).get(want, (None, 1))[1] == 0
+        return (
+            bool(val.origin)
+            and not self.keeps(val)
+            and target.forms.get(val, {}).get(want, (None, 1))[1] == 0
+        )
 
     def _moved(self, x: Value, val: Val, have: Laid, want: Laid) -> Value:
         if val.origin:
@@ -224,7 +228,7 @@ class Walk:
             return self.router.emit(x, have, want)
         dtype = val.aval.dtype
         with jax.named_scope(GRADIENT + str(dtype)):
-            x = x.astype(self.sum_dtype or dtype)
+            x = x.astype(self.options.sum_dtype or dtype)
             return self.router.emit(x, have, want, self._in_rings()).astype(dtype)
 
     def _in_rings(self) -> bool:
@@ -232,7 +236,7 @@ class Walk:
         scope: Scope | None = self.scope
         while scope is not None and scope.kind != "loop":
             scope = scope.parent
-        return "permute" in self.overlap and scope is not None
+        return "permute" in self.options.overlap and scope is not None
 
     def whole(self, val: Val) -> Value:
         """The value, all of it on every device."""
@@ -373,6 +377,15 @@ class Walk:
             self._weights[key] = made
         return made
 
+    def cast(self, val: Val, dtype: Any) -> Val:
+        """A weight in another dtype: the same value for all who ask."""
+        made = self._weights.get((val, "cast", dtype))
+        if made is None:
+            x = self.get(val, val.laid)
+            made = self.held(x.astype(dtype), val.aval.update(dtype=dtype), val.laid, val.origin)
+            self._weights[val, "cast", dtype] = made
+        return made
+
     def moved_to(self, val: Val, want: Laid) -> Val:
         """The value held in another layout, instead of its own."""
         if want == val.laid and val.make is None:
@@ -467,13 +480,14 @@ class Walk:
         """The operands and parameters with which a gradient's terms come in the dtype they are summed in,
         where that is the wider: rounded after the sum, not before.
         """
-        own, name = getattr(eqn.outvars[0].aval, "dtype", None), eqn.primitive.name
-        if self.sum_dtype is None or jnp.promote_types(own, self.sum_dtype) == own:
+        aval: Any = eqn.outvars[0].aval
+        own, name = aval.dtype, eqn.primitive.name
+        if self.options.sum_dtype is None or jnp.promote_types(own, self.options.sum_dtype) == own:
             return args, params
         if "preferred_element_type" in params and not isinstance(params["precision"], DotAlgorithms):
-            return args, {**params, "preferred_element_type": jnp.dtype(self.sum_dtype)}
+            return args, {**params, "preferred_element_type": jnp.dtype(self.options.sum_dtype)}
         if name == "reduce_sum" or name in SUMS:
-            return [x.astype(self.sum_dtype) for x in args], params
+            return [x.astype(self.options.sum_dtype) for x in args], params
         return args, params
 
     def _results(

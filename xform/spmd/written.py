@@ -22,7 +22,7 @@ from xform.spmd.ledger import Sent, ledger
 from xform.spmd.partition import partitioned
 from xform.spmd.torus import Staged, staged
 from xform.spmd.traffic import Traffic, traffic, weights_of
-from xform.spmd.values import GRADIENT, WHOLE
+from xform.spmd.values import GRADIENT, WHOLE, Options
 from xform.trace import Jaxpr, source_line
 
 
@@ -41,8 +41,7 @@ def written(
     jaxpr: Jaxpr,
     context: Context,
     manual: Sequence[str],
-    gradient_dtype: str | None,
-    overlap: Sequence[str],
+    options: Options,
     report: Report,
 ) -> Written:
     """The program, laid out by constraints, in one manual region over the mesh axes `manual`.
@@ -58,13 +57,18 @@ def written(
     }
     batch = _batch_axes(context, manual)
     shardings = context.in_shardings, context.out_shardings
-    region = partitioned(jaxpr, cut, manual, *shardings, report, gradient_dtype, weights, batch, overlap)
+    region = partitioned(jaxpr, cut, manual, *shardings, report, options, weights, batch)
     axes = [_dimension_axes(s) for s in context.in_shardings]
     trained = frozenset(i for i in twins(context.inputs, context.outputs) if i is not None)
-    known = weights_of(jaxpr, weights, trained, axes, context.mesh.shape, batch)
+    known = weights_of(
+        jaxpr, weights, trained, axes, context.mesh.shape, batch, once=options.gather == "step"
+    )
     sent = ledger(region.jaxpr, cut.mesh.shape)
-    if gradient_dtype is not None:
-        _tell_dtype(sent, gradient_dtype, report)
+    if options.sum_dtype is not None:
+        _tell_dtype(sent, options.sum_dtype, report)
+    if options.gather == "step":
+        nbytes = sum(w.nbytes for w in known if w.ways > 1)
+        report.did("shard", "weights come together once a step", f"{amount(nbytes)} of them on a device")
     return Written(region.jaxpr, traffic(sent, known, cut, batch), _compiler(sent, cut) + region.spared)
 
 
