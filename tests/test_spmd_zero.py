@@ -306,7 +306,16 @@ def test_sums_of_activations_keep_their_dtype():
     assert {s.dtype for s in sums if s.axes == ("fsdp",)} == {"float32"}
 
 
-def test_a_dtype_for_sums_that_the_compiler_makes_is_declined():
-    plan = Plan({"fsdp": 8}, [Shard(collectives="auto", gradient_dtype="float32", strict=False)])
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"gradient_dtype": "float32"}, "gradients summed in float32"),
+        ({"overlap": ["prefetch", "permute"]}, "overlap by prefetch and permute"),
+        ({"gather": "step"}, "weights gathered once a step"),
+    ],
+    ids=["dtype", "overlap", "gather"],
+)
+def test_what_only_written_collectives_can_do_is_declined_of_the_compilers(options, what):
+    plan = Plan({"fsdp": 8}, [Shard(collectives="auto", strict=False, **options)])
     lines = parallelize(jax.grad(model), plan).trace(values(), TOKENS).report.lines()
-    assert any("gradients summed in float32" in line and "take 'explicit'" in line for line in lines)
+    assert any(what in line and "take collectives = 'explicit'" in line for line in lines)
