@@ -291,7 +291,7 @@ def fitted(value: Value, aval: Any) -> Value:
         value = lax_internal._convert_element_type(value, aval.dtype, weak_type=aval.weak_type)
     if isinstance(aval, ShapedArray) and isinstance(now, ShapedArray):
         missing = aval.manual_axis_type.varying - now.manual_axis_type.varying
-        if missing:
+        if missing and config._check_vma.value:
             value = jax.lax.pcast(value, tuple(sorted(missing)), to="varying")
     return value
 

@@ -13,17 +13,17 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from xform.context import Context
-from xform.errors import Decline
 from xform.higher_order import equations
 from xform.report import Report, amount
 from xform.sharding.layout import entry_axes
 from xform.sharding.twins import twins
+from xform.spmd import opened
 from xform.spmd.ledger import Sent, ledger
 from xform.spmd.partition import partitioned
 from xform.spmd.torus import Staged, staged
 from xform.spmd.traffic import Traffic, traffic, weights_of
 from xform.spmd.values import GRADIENT, WHOLE, Options
-from xform.trace import Jaxpr, source_line
+from xform.trace import Jaxpr
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,12 +46,12 @@ def written(
 ) -> Written:
     """The program, laid out by constraints, in one manual region over the mesh axes `manual`.
 
-    Raises Decline for a program that has a manual region of its own.
+    Raises Decline for a program that has a manual region of its own which cannot be opened in this one.
     """
+    cut = staged(context.mesh, context.dcn)
     for eqn in equations(jaxpr):
         if eqn.primitive.name == "shard_map":
-            raise Decline(f"the program has a shard_map of its own, at {source_line(eqn)}")
-    cut = staged(context.mesh, context.dcn)
+            opened.check(eqn, context.mesh.shape, {axis: cut.parts[axis] for axis in manual})
     weights = {
         i: dotted(context.inputs[i].path) for i, kind in enumerate(context.kinds) if kind == "parameter"
     }
