@@ -51,3 +51,16 @@ def test_of_several_dtypes_the_weights_own_is_kept():
     assert narrowed(made, made.invars[0]) == jnp.bfloat16
     made = jax.make_jaxpr(lambda x: (x.astype(jnp.bfloat16), x * 2))(jnp.ones((2, 3)))
     assert narrowed(made, made.invars[0]) == jnp.float32
+
+
+def test_the_report_says_what_microbatches_send_again():
+    passes = [Accumulate(steps=2)]
+    _, program = gathers(planned({"fsdp": 8}, None, passes))
+    assert "2 weights gathered 2 times in each pass that reads them: in a loop over microb" in str(
+        program.report
+    )
+    assert "gradients summed over devices 2 times: in a loop over microbatches" in str(program.report)
+    _, program = gathers(planned({"fsdp": 8}, None, passes, gather="step"))
+    assert "in each pass that reads them" not in str(program.report)
+    _, program = gathers(planned({"fsdp": 8}))
+    assert "microbatches" not in str(program.report)

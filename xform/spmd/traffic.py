@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from xform.higher_order import bodies, equations, operands
@@ -47,10 +48,14 @@ class Weight:
     trained: bool
 
     @property
+    def once(self) -> float:
+        """The bytes of one gather, or of one scatter of the gradient."""
+        return self.nbytes * (self.ways - 1) / self.ways
+
+    @property
     def bound(self) -> float:
-        once = self.nbytes * (self.ways - 1) / self.ways
         summed = self.nbytes / self.ways * 2 * (self.copies - 1) / self.copies
-        return once * (self.passes + self.trained) + (summed if self.trained else 0.0)
+        return self.once * (self.passes + self.trained) + (summed if self.trained else 0.0)
 
 
 def traffic(sent: Sequence[Sent], weights: Sequence[Weight], staged: Staged, batch: Sequence[str]) -> Traffic:
@@ -77,7 +82,8 @@ def traffic(sent: Sequence[Sent], weights: Sequence[Weight], staged: Staged, bat
             key = (s.kind, "+".join(s.axes), s.line)
             other[key] = other.get(key, 0.0) + s.total
     bound = sum(w.bound for w in weights)
-    reasons = [*_repeated(gathers, {w.path: w for w in weights}, total)]
+    brought = sum(s.total for group in gathers.values() for s in group)
+    reasons = [*_repeated(gathers, total), *_looped(weights, gathers, of_weights - brought)]
     ranked = sorted(other.items(), key=lambda item: -item[1])
     for (kind, names, line), n in ranked[:LINES]:
         reasons.append((f"{amount(n)} of {kind} over {names}", "activations", line))
@@ -92,9 +98,29 @@ def _weight(s: Sent) -> str:
     return found[1] if found else ""
 
 
-def _repeated(
-    gathers: Mapping[str, Sequence[Sent]], weights: Mapping[str, Weight], total: float
+def _looped(
+    weights: Sequence[Weight], gathers: Mapping[str, Sequence[Sent]], summed: float
 ) -> list[tuple[str, str, str]]:
+    """What a loop around the whole model, over microbatches, has done anew at every turn, if there is one.
+    summed: bytes of gradients that are summed over devices.
+    """
+    found: list[tuple[str, str, str]] = []
+    often: Counter[int] = Counter()
+    for w in weights:
+        if gathered := w.once * w.passes:
+            often[round(sum(s.total for s in gathers.get(w.path, ())) / gathered)] += 1
+    for times, count in sorted(often.items()):
+        if times > 1:
+            why = "in a loop over microbatches; gather = 'step' brings them together once, for their memory"
+            found.append((f"{count} weights gathered {times} times in each pass that reads them", why, ""))
+    scattered = sum(w.bound - w.once * w.passes for w in weights)
+    if scattered and (times := round(summed / scattered)) > 1:
+        why = "in a loop over microbatches, which adds up the parts of them that a device keeps"
+        found.append((f"gradients summed over devices {times} times", why, ""))
+    return found
+
+
+def _repeated(gathers: Mapping[str, Sequence[Sent]], total: float) -> list[tuple[str, str, str]]:
     """Why weights are gathered more than once, those with the same reason together."""
     found: dict[str, list[tuple[str, float]]] = {}
     for path, own in gathers.items():
