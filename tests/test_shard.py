@@ -310,8 +310,11 @@ import jax
 import xform
 from xform.models import llama
 fn, args = llama.train_step(size="tiny", layers=2, batch=8, length=16, scan=False)
-plan = xform.Plan({"data": 2, "fsdp": 2, "tensor": 2}, [xform.Shard(optimizer_axes=["data"])])
-print(xform.parallelize(fn, plan, donate_argnums=0).lower(*args).as_text())
+for options in ({}, {"collectives": "explicit", "overlap": ["prefetch", "permute"], "gather": "step"}):
+    shard = xform.Shard(optimizer_axes=["data"], **options)
+    plan = xform.Plan({"data": 2, "fsdp": 2, "tensor": 2}, [shard])
+    lowered = xform.parallelize(fn, plan, donate_argnums=0).lower(*args)
+    print(lowered.as_text(), lowered.report())
 """
 
 
@@ -327,3 +330,4 @@ def test_two_processes_lower_the_sharded_step_to_the_same_bytes():
         for seed in ("0", "1")
     ]
     assert texts[0] == texts[1] and texts[0].count(b"sdy.sharding_constraint") > 20
+    assert texts[0].count(b"sdy.manual_computation") == 1
