@@ -56,7 +56,8 @@ class ChunkedLoss:
     chunks: in how many parts the tokens go through the head and the loss.
     gather: where the mesh axes of the batch split the head's weight, "each" gathers it for every chunk, and
         sums its gradient over the devices for every chunk; "once" does both once, which takes the memory of
-        the whole weight and its gradient; "auto": once, where that is less than the chunks save.
+        the whole weight and its gradient; "auto": once, where that is less than the chunks save. Where Shard
+        writes out collectives, the weight is gathered before the loop in any case.
     """
 
     chunks: int = 8

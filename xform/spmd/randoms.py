@@ -37,7 +37,8 @@ def random_bits(walk: Walk, eqn: JaxprEqn, vals: list[Val]) -> list[Val]:
         if shape_of(out):
             walk.tell(eqn, "its bits depend on the whole shape: every device makes all of them")
         return walk.undivided(eqn, vals)
-    prefix, rank, dtype = walk.prefix, len(keys.shape), eqn.outvars[0].aval.dtype  # type: ignore[attr-defined]
+    aval: Any = eqn.outvars[0].aval
+    prefix, rank, dtype = walk.prefix, len(keys.shape), aval.dtype
 
     def make(want: Laid) -> Value:
         with at_source(eqn, prefix):

@@ -137,7 +137,10 @@ class Walk:
                     found.setdefault(laid, (x, scope))
             if scope is val.scope:
                 return found
-            again = again or (scope.kind == "remat" and not self._early(val))
+            if scope.kind == "loop":
+                again = False  # what was gathered before a loop is for all of its turns
+            elif scope.kind == "remat":
+                again = again or not self._early(val)
             assert scope.parent is not None
             scope = scope.parent
 
