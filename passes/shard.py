@@ -98,6 +98,7 @@ class Shard:
         for what, count in sorted(places.placed.items()):
             context.report.did("shard", f"constrained {count} x {what}")
         layout.check_used(self.strict)
+        context.spec = lambda dims: layout.spec(dims, "")[0]
 
         def constrain(site: Site) -> list[Any] | None:
             specs = found.get(site.path, {}).get(site.index)

@@ -22,6 +22,7 @@ LAYERS = (
     "higher_order",  # the equations that hold bodies
     "flops",  # the arithmetic a program asks for
     "rewrite",  # the engine
+    "ops",  # high-level operations, an equation each
     "movement",  # values made of others by moving and converting alone
     "graph",  # a jaxpr as a graph
     "printing",  # programs as text, diffs, pages
@@ -32,6 +33,7 @@ LAYERS = (
     "heads",  # where logits are made, and the region up to where they are reduced
     "layers",  # where the program repeats
     "tensors",  # what each tensor is
+    "raising",  # high-level operations, recognised
     "slices",  # slices of products, taken before them
     "state",  # which inputs are kept stacked, and both trees
     "registry",  # names to passes
@@ -127,8 +129,9 @@ def test_models_import_the_jax_ecosystem_alone() -> None:
             assert own or allowed, f"{path.relative_to(CHECKOUT)}:{line} imports {name}: a model is plain JAX"
 
 
-def test_kernels_import_jax_and_patterns_alone() -> None:
-    assert not offenders("kernels", "kernels take xform.pattern alone", "xform.pattern", "xform.kernels")
+def test_kernels_import_jax_and_operations_alone() -> None:
+    allowed = ("xform.ops", "xform.raising", "xform.errors", "xform.trace", "xform.kernels")
+    assert not offenders("kernels", "kernels take xform.ops, raising, errors and trace alone", *allowed)
 
 
 def test_passes_never_import_passes_nor_what_lies_above_them() -> None:

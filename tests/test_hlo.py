@@ -57,6 +57,18 @@ def test_a_constant_over_several_lines_is_one_instruction():
     assert entry().instructions["table"].inside == "{ { 1, 2, 3 }, { 4, 5, 6 } }"
 
 
+def test_what_a_kernel_says_of_itself_may_go_over_several_lines() -> None:
+    said = '''  %kernel.1 = f32[3,5]{1,0} custom-call(%x), custom_call_target="tpu_custom_call", \\
+frontend_attributes={kernel_metadata={
+"xprof_metadata":"{\\"block_q\\": 512}"
+}}, metadata={op_name="jit(f)/attention"}
+'''.replace("\\\n", "")
+    main = hlo.parse(TEXT.replace("  %one = ", said + "  %one = ")).entry
+    kernel = main.instructions["kernel.1"]
+    assert (kernel.target, kernel.op_name) == ("tpu_custom_call", "jit(f)/attention")
+    assert {"one", "fusion.2", "tuple.1"} <= set(main.instructions)
+
+
 def test_quotes_in_names_are_kept_and_brackets_in_targets_do_no_harm():
     inner = hlo.parse(TEXT).computations["fused"].instructions["add.1"]
     assert inner.op_name == 'jit(f)/a \\"b\\"/add'

@@ -10,10 +10,11 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
-from xform import Plan, PromiseError, Remat, Shard, aot, cli, faults, parallelize, registry, topologies
+from xform import Plan, PromiseError, Remat, Shard, aot, cli, faults, hlo, parallelize, registry, topologies
 from xform.context import Context
+from xform.hlo.costs import Costs, Kernel
 from xform.models import encoder_decoder, gpt2, llama
-from xform.promises import check_compiled
+from xform.promises import broken, check_compiled
 from xform.promises.kept import Kept, again, kept
 from xform.report import Keeping, Promise, Report
 from xform.trace import Jaxpr
@@ -154,6 +155,16 @@ def test_a_program_for_a_cpu_cannot_be_held_to_it_and_the_report_says_so_once() 
     for _ in range(2):
         check_compiled(jaxpr, report, compiled)
     assert str(report).count("only a TPU's program says where things lie") == 1 and "[x" not in str(report)
+
+
+@pytest.mark.parametrize("runs", [0, 1, 2])
+def test_an_operation_that_was_to_be_a_kernel_has_to_be_one(runs: int) -> None:
+    costs = Costs(kernels={"splash": Kernel(runs)} if runs else {})
+    promises = [Promise("kernels", "attention", "kernel", f"model.py:{line}") for line in (3, 5)]
+    module = hlo.parse("HloModule m\n\nENTRY %main () -> f32[] {\n  ROOT %x = f32[] constant(1)\n}\n")
+    found = list(broken(jax.make_jaxpr(lambda x: x)(1.0), promises, module, costs, {}, 1))
+    says = f"  kernels of attention (model.py:3), attention (model.py:5): {runs} run: something else computes the others"
+    assert found == ([] if runs == 2 else [says])
 
 
 # ---------------------------------------------------------------- the compiler

@@ -14,12 +14,14 @@ from xform.check import check  # noqa: E402
 from xform.errors import Decline, PlanError, PromiseError, RewriteError  # noqa: E402
 from xform.passes.accumulate import Accumulate  # noqa: E402
 from xform.passes.chunkedloss import ChunkedLoss  # noqa: E402
+from xform.passes.kernels import Kernels  # noqa: E402
 from xform.passes.narrow import Narrow  # noqa: E402
 from xform.passes.offload import Offload  # noqa: E402
 from xform.passes.remat import Remat  # noqa: E402
 from xform.passes.roll import Roll  # noqa: E402
 from xform.passes.shard import Shard  # noqa: E402
 from xform.plan import Pass, Plan  # noqa: E402
+from xform.raising.describe import raised  # noqa: E402
 from xform.report import Report  # noqa: E402
 from xform.state import Placed  # noqa: E402
 
@@ -27,6 +29,7 @@ __all__ = [
     "Accumulate",
     "ChunkedLoss",
     "Decline",
+    "Kernels",
     "Lowered",
     "Narrow",
     "Offload",
@@ -45,4 +48,5 @@ __all__ = [
     "check",
     "parallelize",
     "plans",
+    "raised",
 ]

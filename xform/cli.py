@@ -107,6 +107,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         which.add_argument(f"--{name}", dest="which", action="store_const", const=name, help=text)
     sub.add_argument("--stablehlo", action="store_true", help="the lowered program instead of the jaxpr")
     sub.add_argument("--html", metavar="FILE", type=writable, help="write a page that shows it all")
+    text = "print what is recognised in the model (attention, losses, norms ...) instead; takes no plan"
+    sub.add_argument("--raise", dest="raising", action="store_true", help=text)
+    sub.add_argument("--json", action="store_true", help="with --raise: print JSON")
 
     text = "Compare the rewritten program with the original."
     sub = command("check", check, text, _target, _planned, _devices, _json)
@@ -221,6 +224,10 @@ def explain(options: argparse.Namespace) -> Answer:
 def dump(options: argparse.Namespace) -> Answer:
     from xform import printing
 
+    if options.raising:
+        return _raised(options)
+    if options.json:
+        raise PlanError("--json goes with --raise; without it, --html FILE has everything")
     step, args = _parallelized(options)
     program = step.trace(*args)
     stages = [s for s in program.stages if options.only is None or s.name.split()[0] == options.only]
@@ -255,6 +262,20 @@ def dump(options: argparse.Namespace) -> Answer:
     if not stages:
         lines.append(printing.text(program.jaxpr))
     return "\n".join([*lines, *(f"# {line}" for line in program.report.lines())]), faults.OK
+
+
+def _raised(options: argparse.Namespace) -> Answer:
+    from xform import targets
+    from xform.raising import describe
+
+    for flag, given in (("--plan", options.plan), ("--mesh", options.mesh), ("--use", options.use)):
+        if given:
+            raise PlanError(f"--raise looks at the model as it is written; {flag} has no part in it")
+    _virtual_devices(1)
+    fn, args = targets.load(options.target, options.settings)
+    found = describe.raised(fn, *args)
+    text = json.dumps(found, indent=1) if options.json else "\n".join(describe.lines(found))
+    return text or "nothing is recognised", faults.OK
 
 
 def check(options: argparse.Namespace) -> Answer:

@@ -9,14 +9,15 @@ stage.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from xform.axes import find_axes
 from xform.report import Report
 from xform.roles import Roles, find_roles
+from xform.roles.logical import Named
 from xform.trace import Jaxpr
 
 Stage = Literal["model", "step", "compiler"]
@@ -44,7 +45,8 @@ class Context:
 
     in_shardings, out_shardings: one a leaf of `inputs` and `outputs`, None where no pass has said anything.
     reasons: for each leaf's path, why it lies so. kinds: of each input, `roles.inputs.Kind`, once Shard has
-    looked. dcn: by how much each axis of the mesh crosses slices, as the plan says.
+    looked. dcn: by how much each axis of the mesh crosses slices, as the plan says. spec: the layout of a
+    value by what its dimensions are, once Shard has looked.
     """
 
     stage: Stage
@@ -58,6 +60,7 @@ class Context:
     reasons: dict[str, str] = dataclasses.field(default_factory=dict)
     kinds: Sequence[str] = ()
     dcn: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    spec: Callable[[Sequence[Named]], PartitionSpec] | None = None
     _roles: tuple[Jaxpr, Roles] | None = None
 
     def __post_init__(self) -> None:

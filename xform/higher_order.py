@@ -31,6 +31,9 @@ OPAQUE: dict[str, str] = {
 }
 """Primitives whose jaxpr parameters are not programs to enter, and why."""
 
+READ: frozenset[str] = frozenset({"operation"})
+"""Primitives whose program says what they compute, and is not what runs: it is read, never rewritten."""
+
 RULES: dict[str, str] = {"custom_jvp_call": "jvp_jaxpr_fun", "custom_vjp_call": "fwd_jaxpr_thunk"}
 """Primitives with a differentiation rule that is a program too, made when asked for: the parameter that gives
 it.
@@ -82,7 +85,7 @@ def enter(eqn: JaxprEqn, f: Callable[[Jaxpr, int], Jaxpr]) -> dict[str, Any]:
     otherwise the rewrite would be gone under differentiation. The rule's jaxpr comes with number -1: no
     analysis has seen it.
     """
-    if eqn.primitive.name in OPAQUE:
+    if eqn.primitive.name in OPAQUE or eqn.primitive.name in READ:
         return eqn.params
     number = 0
     new: dict[str, Any] = {}

@@ -120,7 +120,8 @@ class Making:
             dcn=self.plan.dcn,
         )
         jaxpr = _run(jaxpr, _of_stage(passes, "step"), context, stages, "")
-        jaxpr = _run(jaxpr, [p for p in passes if hasattr(p, "finish")], context, stages, LAST, "finish")
+        last = _in_order([p for p in passes if hasattr(p, "finish")])
+        jaxpr = _run(jaxpr, last, context, stages, LAST, "finish")
         rewritten = time.perf_counter()
         return Program(
             jaxpr,
@@ -162,8 +163,12 @@ def _run(
 
 
 def _of_stage(passes: Sequence[Pass], stage: str) -> tuple[Pass, ...]:
-    """The passes that act on a stage, in the order their needs allow: each after those its `after` names."""
-    chosen = [p for p in passes if stage in p.stages]
+    """The passes that act on a stage, in the order their needs allow."""
+    return _in_order([p for p in passes if stage in p.stages])
+
+
+def _in_order(chosen: Sequence[Pass]) -> tuple[Pass, ...]:
+    """Each pass after those that its `after` names, else as given."""
     names = [type(p).__name__.lower() for p in chosen]
     order = nx.DiGraph()
     order.add_nodes_from(range(len(chosen)))

@@ -25,6 +25,7 @@ GROUP = "xform.passes"
 BUILTIN: dict[str, str] = {
     "chunkedloss": "xform.passes.chunkedloss:ChunkedLoss",
     "accumulate": "xform.passes.accumulate:Accumulate",
+    "kernels": "xform.passes.kernels:Kernels",
     "narrow": "xform.passes.narrow:Narrow",
     "offload": "xform.passes.offload:Offload",
     "roll": "xform.passes.roll:Roll",

@@ -264,6 +264,13 @@ ENVIRONMENT = {
 }
 
 
+def kind_of(device: Any) -> Kind | None:
+    """Which TPU a JAX device is; None for another machine."""
+    if device.platform != "tpu":
+        return None
+    word = str(device.device_kind).lower().removeprefix("tpu").replace(" ", "")
+    return next((k for k in KINDS if word in (k.name, *k.aliases, k.name.removeprefix("tpu"))), None)
+
 def prepare_environment() -> None:
     """Set what libtpu reads when it loads, so that a user sets nothing and sees no noise; what is set stays.
 

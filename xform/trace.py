@@ -10,16 +10,18 @@ calling JAX.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax._src import config, core, dtypes, effects, source_info_util
+from jax._src import config, core, dispatch, dtypes, effects, source_info_util
 from jax._src import linear_util as lu
 from jax._src.core import DropVar, Jaxpr, JaxprEqn, Literal, ShapedArray, Tracer, Var
-from jax._src.interpreters import ad, mlir, pxla
+from jax._src.interpreters import ad, batching, mlir, pxla
 from jax._src.interpreters import partial_eval as pe
 from jax._src.lax import lax as lax_internal
 from jax._src.mesh import get_abstract_mesh, use_abstract_mesh
@@ -52,6 +54,7 @@ __all__ = [
     "lazily",
     "mlir",
     "name_stack",
+    "new_operation_primitive",
     "plain_aval",
     "pxla",
     "rename_effects",
@@ -59,6 +62,7 @@ __all__ = [
     "shape_of",
     "source_frame",
     "source_line",
+    "splash",
     "trace_context",
     "trace_flat",
     "typeof",
@@ -196,6 +200,53 @@ def equation_type(eqn: JaxprEqn) -> tuple[list[Any], Any]:
             outs, effs = primitive.abstract_eval(*avals, **eqn.params)
     outs = list(outs) if primitive.multiple_results or typecheck is not None else [outs]
     return outs, core.resolve_input_effects(effs, eqn.invars)
+
+
+# ---------------------------------------------------------------- a primitive that holds its own program
+
+
+def new_operation_primitive(
+    name: str,
+    on_tpu: Callable[..., Sequence[Value]],
+    elsewhere: Callable[..., Sequence[Value]],
+    jvp: Callable[..., Any],
+    batch: Callable[..., Any],
+) -> core.Primitive:
+    """A primitive whose results are those of its parameter `jaxpr`; what runs, by platform, is given.
+
+    jvp: of primals and tangents, no symbolic zeros. batch: of operands and their mapped dimensions.
+    """
+    primitive = core.Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_impl(functools.partial(dispatch.apply_primitive, primitive))
+    primitive.def_abstract_eval(lambda *_, jaxpr, **__: [v.aval for v in jaxpr.outvars])
+    mlir.register_lowering(primitive, mlir.lower_fun(elsewhere, multiple_results=True))
+    mlir.register_lowering(primitive, mlir.lower_fun(on_tpu, multiple_results=True), platform="tpu")
+
+    def instantiated(primals: Sequence[Value], tangents: Sequence[Value], **params: Any) -> Any:
+        return jvp(primals, [ad.instantiate_zeros(t) for t in tangents], **params)
+
+    ad.primitive_jvps[primitive] = instantiated
+    batching.primitive_batchers[primitive] = batch
+    return primitive
+
+
+def splash() -> Any:
+    """The splash attention kernels that JAX ships, one by one: the public function of the whole has its own
+    rule of differentiation and its own masks. Imported on use, since Pallas takes a while.
+    """
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask_info as masks
+
+    return types.SimpleNamespace(
+        forward=kernels._splash_attention_forward,
+        dq=kernels._splash_attention_bwd_dq,
+        dkv=kernels._splash_attention_bwd_dkv,
+        BlockSizes=kernels.BlockSizes,
+        QKVLayout=kernels.QKVLayout,
+        SegmentIds=kernels.SegmentIds,
+        MaskInfo=masks.MaskInfo,
+    )
 
 
 # ---------------------------------------------------------------- what a replacement emits
@@ -478,10 +529,12 @@ def _private_names() -> list[Any]:
     """Every private name used here, for the test that says what a new jax has moved."""
     return [
         _as_manual_mesh, _extend_axis_env, ad.backward_pass3, ad.linearize, config._check_vma,
-        core.custom_typechecks, core.DebugInfo, core.resolve_input_effects, core.trace_ctx,
+        core.custom_typechecks, core.DebugInfo, dispatch.apply_primitive,
+        ad.instantiate_zeros, ad.primitive_jvps, batching.primitive_batchers, mlir.lower_fun,
+        mlir.register_lowering, core.resolve_input_effects, core.trace_ctx,
         dtypes.canonicalize_value, effects.JaxprInputEffect, lax_internal._convert_element_type,
         lu.wrap_init, mlir.make_ir_context, pxla.create_compile_options,
         pxla.get_prop_to_input_output, pxla.maybe_concretize_mesh, pe.DynamicJaxprTrace,
         pe.DynamicJaxprTracer, pe._memoize, pe.make_jaxpr_effects, pe.trace_to_jaxpr_dynamic,
-        source_info_util.user_frames, use_abstract_mesh,
+        source_info_util.user_frames, use_abstract_mesh, *vars(splash()).values(),
     ]  # fmt: skip

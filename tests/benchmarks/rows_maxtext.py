@@ -41,6 +41,7 @@ class Row:
     mcycles: float = 0.0
     layers: int = 32
     scan: bool = True
+    length: int = LENGTH
 
     @property
     def plan(self) -> str:
@@ -68,15 +69,15 @@ def step(row: Row, uses: Sequence[str]) -> tuple[Parallelized, tuple[object, ...
     """
     topology = topologies.parse(row.topology)
     fn, args = llama.train_step(
-        size="7b", batch=row.batch, length=LENGTH, layers=row.layers, scan=row.scan, remat=False
+        size="7b", batch=row.batch, length=row.length, layers=row.layers, scan=row.scan, remat=False
     )
     plan = Plan.from_flags(row.mesh, [f"remat:policy={row.remat}", *uses])
     return parallelize(fn, plan, devices=topology.devices(), donate_argnums=0), args, topology
 
 
-def is_scores(temporary: Temporary) -> bool:
+def is_scores(temporary: Temporary, length: int = LENGTH) -> bool:
     """Whether it has two dimensions of the texts' length: scores of attention, their gradients, a mask."""
-    return bool(re.search(rf"\[([\d,]*\b)?{LENGTH},([\d,]*,)?{LENGTH}\b", temporary.shape))
+    return bool(re.search(rf"\[([\d,]*\b)?{length},([\d,]*,)?{length}\b", temporary.shape))
 
 
 def without_scores(found: Compiled) -> float:

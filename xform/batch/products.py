@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from xform.batch.states import SAME, SUM, Case, Mixes, Outcome, State, rows, rowwise
+from xform.ops import apply, operation_of
 
 
 def dot_general(case: Case) -> Outcome:
@@ -38,6 +39,24 @@ def _bilinear(left: State, right: State) -> State:
     if len(parts) > 1 or (parts and parts[0] != SUM):
         raise Mixes("not linear in a sum over the batch")
     return parts[0] if parts else SAME
+
+
+def operation(case: Case) -> Outcome:
+    """A high-level operation treats rows along some of its dimensions each alone; it is made anew for fewer."""
+    op = operation_of(case.eqn)
+    assert op is not None
+    at = {(op.operands[k][s.dim], s.inner) for k, s in enumerate(case.states) if s.is_rows}
+    if any(s.is_part for s in case.states):
+        raise Mixes(f"{op.name} is not linear in a sum over the batch")
+    if not at:
+        return case.everywhere(SAME)
+    letter, inner = next(iter(at))
+    if len(at) > 1 or letter not in op.cut:
+        raise Mixes(f"rows of the batch meet in {op.name}")
+    if any(letter in dims and not s.is_rows for dims, s in zip(op.operands, case.states, strict=True)):
+        raise Mixes("rows meet what is not known to be rows of the same batch")
+    outs = tuple(rows(dims.index(letter), inner) if letter in dims else SAME for dims in op.results)
+    return Outcome(outs, lambda args, micro: apply(op, *args))
 
 
 def convolution(case: Case) -> Outcome:

@@ -17,7 +17,7 @@ import jax
 from xform.axes.rules import ELEMENTWISE
 from xform.batch.elementwise import elementwise
 from xform.batch.indexing import gather, scatter
-from xform.batch.products import convolution, dot_general, without
+from xform.batch.products import convolution, dot_general, operation, without
 from xform.batch.states import (
     MAX,
     MIN,
@@ -347,6 +347,7 @@ RULES: dict[str, Rule] = {
     "conv_general_dilated": convolution,
     "device_put": each,
     "dot_general": dot_general,
+    "operation": operation,
     "dynamic_slice": dynamic_slice,
     "dynamic_update_slice": dynamic_update_slice,
     "fft": fft,

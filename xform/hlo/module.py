@@ -18,6 +18,7 @@ _ARRAY = re.compile(r"\b(pred|bf16|tf32|[suf]\d+(?:e\d+m\d+\w*)?|c64|c128)\[([\d
 _NAME = r"[\w.\-]+"
 _HEAD = re.compile(rf"^\s*(ROOT )?%?({_NAME}) = ")
 _COMPUTATION = re.compile(rf"^(ENTRY )?%?({_NAME})\s*(?:\(.*\)\s*->.*)?\{{\s*$")
+_END = re.compile(r"^\}(, execution_thread=.*)?\s*$")
 _OPCODE = re.compile(r"\s*([\w\-]+)\(")
 _REFERENCE = re.compile(rf"%({_NAME}(?:#[\d.]+)?)")
 _COMMENT = re.compile(r"/\*.*?\*/")
@@ -184,13 +185,13 @@ def parse(text: str) -> Module:
             if head and not line[0].isspace():
                 current = computations[head[2]] = Computation(head[2], {})
                 entry = current if head[1] else entry
-        elif line.startswith("}"):
+        elif _END.match(line):
             flush()
             current = None
         elif _HEAD.match(line):
             flush()
             pending = line
-        elif pending:  # a long constant goes over several lines
+        elif pending:  # a long constant goes over several lines, and so does what a kernel says of itself
             pending += " " + line.strip()
     if entry is None:
         raise ValueError("no ENTRY computation: this is not the text of an HLO module")

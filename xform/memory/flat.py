@@ -13,7 +13,7 @@ from xform.higher_order import bodies, operands
 from xform.memory.spread import Spread
 from xform.trace import JaxprEqn, Literal, Var
 
-KEPT = frozenset({"scan", "while", "cond", "pallas_call"})
+KEPT = frozenset({"scan", "while", "cond", "pallas_call", "operation"})
 """Operations with programs inside that are no calls."""
 
 

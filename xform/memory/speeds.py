@@ -1,8 +1,7 @@
 """How fast a device computes, reads its memory and talks to its host: to weigh computing again against
 keeping, by figures that are public.
 
-Sources: peak flops are those of `topologies.KINDS`; memory bandwidths those of the pages v4, v5e, v5p, v6e
-and tpu7x of https://cloud.google.com/tpu/docs; between host and chip PCIe carries about 15 GB/s each way (How
+Sources: peak flops and memory bandwidths are those of `topologies.KINDS`; between host and chip PCIe carries about 15 GB/s each way (How
 to Scale Your Model, https://jax-ml.github.io/scaling-book/tpus). A device that is no TPU is taken for a v5e:
 what is compared are times on the same device, and ratios of flops to bytes differ little.
 """
@@ -12,13 +11,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from xform.topologies import KINDS, Kind
-
-MEMORY = {"v4": 1.23e12, "v5e": 8.19e11, "v5p": 2.77e12, "v6e": 1.64e12, "tpu7x": 3.69e12}
-"""Bytes a second between a JAX device and its memory."""
+from xform.topologies import KINDS, kind_of
 
 ESTIMATED = 0.4
-"""Of that, what the TPU compiler's estimated cycles come to for copies and elementwise operations: read from
+"""Of the memory's bandwidth, what the TPU compiler's estimated cycles come to for copies and elementwise operations: read from
 training steps of Llama 7B for v5e, where a copy of 16.8 MB takes 152 thousand cycles.
 """
 
@@ -37,15 +33,7 @@ class Speeds:
     host: float
 
 
-def kind_of(device: Any) -> Kind | None:
-    """Which TPU a JAX device is; None for another machine."""
-    if device.platform != "tpu":
-        return None
-    word = str(device.device_kind).lower().removeprefix("tpu").replace(" ", "")
-    return next((k for k in KINDS if word in (k.name, *k.aliases, k.name.removeprefix("tpu"))), None)
-
-
 def speeds_of(device: Any) -> Speeds:
     """Those of a JAX device."""
     kind = kind_of(device) or next(k for k in KINDS if k.name == "v5e")
-    return Speeds(kind.peak_flops, ESTIMATED * MEMORY[kind.name], HOST / kind.devices)
+    return Speeds(kind.peak_flops, ESTIMATED * kind.bandwidth, HOST / kind.devices)

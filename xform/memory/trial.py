@@ -19,10 +19,10 @@ from xform import aot
 from xform.axes import find_axes
 from xform.errors import PlanError
 from xform.memory.liveness import estimate
-from xform.memory.speeds import Speeds, kind_of, speeds_of
+from xform.memory.speeds import Speeds, speeds_of
 from xform.memory.spread import Spread
 from xform.program import Program
-from xform.topologies import Topology, parse
+from xform.topologies import Topology, kind_of, parse
 from xform.trace import inline
 
 

@@ -61,7 +61,7 @@ def check(
         return
     if found := list(broken(jaxpr, report.promises, hlo.parse(text), costs, memory, devices)):
         raise PromiseError("\n".join(["the compiled program does not keep what was promised:", *found]))
-    kinds = Counter(promise.kind for promise in report.promises)
+    kinds = Counter("by a kernel" if p.kind == "kernel" else p.kind for p in report.promises)
     counts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
     report.did("promises", "kept in the compiled program", f"tensors {counts}")
     if unread := sorted(_unread(jaxpr, report.promises)):
@@ -89,6 +89,7 @@ def broken(
             yield from compiled.offloaded(promise, tensors, repeated)
         elif promise.kind == "saved":
             yield from compiled.saved(promise, tensors, repeated)
+    yield from _kernels([p for p in promises if p.kind == "kernel"], costs)
     names = sorted(name for kind, name in named if kind == "recomputed")
     if names:
         yield from _recomputed(names, repeated, costs.again, devices)
@@ -97,7 +98,8 @@ def broken(
 def _unread(jaxpr: Jaxpr, promises: Iterable[Promise]) -> set[str]:
     """The tensors that were to be saved or offloaded, of which the backward pass reads nothing."""
     kept_names = {tensor.name for tensor in kept(jaxpr)}
-    return {p.tensor for p in promises if p.kind != "recomputed" and not p.nbytes} - kept_names
+    tensors = (p for p in promises if p.kind not in ("recomputed", "kernel") and not p.nbytes)
+    return {p.tensor for p in tensors} - kept_names
 
 
 class _Compiled:
@@ -193,10 +195,19 @@ def _recomputed(
     yield f"  recomputation of {', '.join(names)}: {done}: {why}"
 
 
+def _kernels(promises: Sequence[Promise], costs: Costs) -> Iterator[str]:
+    """Whether there is a kernel for each operation that was to be one; a loop's stands once, and runs often."""
+    there = sum(kernel.count for kernel in costs.kernels.values())
+    if there < len(promises):
+        names = ", ".join(dict.fromkeys(f"{p.tensor} ({p.where})" if p.where else p.tensor for p in promises))
+        yield f"  kernels of {names}: {there} run: something else computes the others"
+
+
 _KEEPING: dict[Keeping, tuple[str, str]] = {
     "saved": ("saving", "saved"),
     "offloaded": ("offload", "in host memory"),
     "recomputed": ("recomputation", "done again"),
+    "kernel": ("kernel", "run"),
 }
 
 

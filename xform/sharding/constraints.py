@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from jax.sharding import PartitionSpec
 
 from xform.axes import Path, Scope
-from xform.higher_order import bodies, carries
+from xform.higher_order import READ, bodies, carries
 from xform.roles import Roles
 from xform.roles.logical import LENGTHS, logical_names
 from xform.sharding.layout import Layout, spec_axes
@@ -73,10 +73,10 @@ class Places:
         found: dict[int, Specs] = {}
         for index, eqn in enumerate(body.scope.jaxpr.eqns):
             name = eqn.primitive.name
-            decides = name in PRODUCTS or name in SUMS or name == "gather"
+            decides = name in READ or name in PRODUCTS or name in SUMS or name == "gather"
             if not decides and body.carried.isdisjoint(eqn.outvars):
                 continue
-            if bodies(eqn) or _is_manual(eqn):
+            if (bodies(eqn) and name not in READ) or _is_manual(eqn):
                 continue  # decided inside
             specs = tuple(self._spec(body, eqn, var) for var in eqn.outvars)
             if any(specs):
@@ -88,7 +88,7 @@ class Places:
         if not shape_of(var) or isinstance(var, DropVar) or var in body.own:
             return None
         scope, carried = body.scope, var in body.carried
-        product = eqn.primitive.name in PRODUCTS
+        product = eqn.primitive.name in PRODUCTS or eqn.primitive.name in READ
         dims = self.roles.of(scope, var)
         flat = [role for dim in dims for role in dim]
         names = logical_names(self.roles, scope, var)
@@ -158,6 +158,8 @@ def _walk(
     yield path, _Body(scope, carried, backward, _constrained(scope))
     for (index, number), inner in scope.children.items():
         eqn = scope.jaxpr.eqns[index]
+        if eqn.primitive.name in READ:
+            continue
         outs = inner.jaxpr.outvars
         next_turn = carries(eqn, number)
         if not next_turn and len(outs) == len(eqn.outvars):  # a call: what it gives is carried outside

@@ -16,7 +16,8 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from xform.trace import JaxprEqn, shape_of
+from xform.ops.operation import body, operation_of
+from xform.trace import JaxprEqn, ShapedArray, shape_of
 
 Kind = Literal["map", "sum", "max", "min", "whole"]
 Factors = tuple[tuple[int, ...], ...]
@@ -477,10 +478,33 @@ FACTORISATIONS = _words(
     triangular_solve tridiagonal tridiagonal_solve"""
 )
 
+
+def operation(eqn: JaxprEqn) -> Form:
+    """A high-level operation says itself along which dimensions each element is treated alone."""
+    op, d = operation_of(eqn), Draft(eqn)
+    assert op is not None
+    for letter in dict.fromkeys("".join((*op.operands, *op.results))):
+        ins = {n: dims.index(letter) for n, dims in enumerate(op.operands) if letter in dims}
+        outs = {n: dims.index(letter) for n, dims in enumerate(op.results) if letter in dims}
+        d.tie(ins, outs, "map" if letter in op.cut else "whole")
+
+    def local(
+        params: dict[str, Any], ins: list[tuple[int, ...]], outs: list[tuple[int, ...]]
+    ) -> dict[str, Any]:
+        avals: Any = [v.aval for v in eqn.invars]
+        return {
+            **params,
+            "jaxpr": body(op, [ShapedArray(s, a.dtype) for s, a in zip(ins, avals, strict=True)]),
+        }
+
+    return d.form(local)
+
+
 FORMS: dict[str, Rule] = {
     **dict.fromkeys(ELEMENTWISE, elementwise),
     **dict.fromkeys(("optimization_barrier", "device_put", "dce_sink", "tie"), each_alone),
     "dot_general": dot_general,
+    "operation": operation,
     "reduce_sum": reduction("sum"),
     "reduce_max": reduction("max"),
     "reduce_min": reduction("min"),

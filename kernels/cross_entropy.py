@@ -1,0 +1,227 @@
+"""The loss of a token over a vocabulary, of the token's vector and the head's weights, with no logits in HBM.
+
+    loss[t], lse[t] = operation[cross_entropy] x[t,d] w[d,v] labels[t]
+
+lse is log(sum(exp(logits))), loss is lse minus the logit of the label. Two operations, this and its
+gradient, each one kernel (`cross_entropy_kernels`). The backward kernel makes the logits again, so that both
+together do the arithmetic of a loss in chunks that are computed again, four products of t x d x v.
+
+A label that is none of 0..v-1 picks nothing: its loss is lse. lse is named for `jax.checkpoint`, so that with
+"lse" saved the forward kernel does not run again. A z-loss is the caller's, of lse, whose gradient is taken.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from xform.kernels import cross_entropy_kernels as kernels
+from xform.kernels.cross_entropy_blocks import OTHER, Blocks, Sizes, chip_of, sizes_of
+from xform.kernels.cross_entropy_kernels import Form
+from xform.ops import apply
+
+DTYPES = ("bfloat16", "float32")
+
+LSE = "lse"
+"""The name under which the log of the sum is saved."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Loss:
+    """What both operations share. form: the function. blocks: in place of the table's for the chip."""
+
+    form: Form
+    chip: str = OTHER
+    blocks: Blocks = dataclasses.field(default_factory=Blocks)
+    interpret: bool = False
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return ("td", "vd" if self.form.transposed else "dv", "t", *(["v"] if self.form.bias else []))
+
+    def _padded(self, way: str, args: Sequence[jax.Array]) -> tuple[Sizes, list[jax.Array]]:
+        """Block sizes, and the operands with rows of zeros up to a whole number of blocks of tokens."""
+        x, w = args[:2]
+        v = w.shape[0 if self.form.transposed else 1]
+        sizes = sizes_of(self.chip, way, x.shape[0], x.shape[1], v, x.dtype.itemsize, self.blocks)
+        more = -x.shape[0] % sizes.t
+        tokens = ["t" in dims for dims in self.operands]
+        pads = [((0, more), *[(0, 0)] * (a.ndim - 1)) for a in args]
+        return sizes, [jnp.pad(a, p) if own else a for a, p, own in zip(args, pads, tokens, strict=True)]
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        return self.inputs
+
+
+@dataclasses.dataclass(frozen=True)
+class CrossEntropy(_Loss):
+    """x[t,d], w[d,v] (or [v,d]), labels[t], bias[v] if the form has one -> loss[t], lse[t] in float32."""
+
+    name = "cross_entropy"
+    results = ("t", "t")
+    cut = "t"
+
+    def plain(self, *args: jax.Array) -> Sequence[jax.Array]:
+        x, w, labels, *bias = args
+        z = self.form.logits(x, w, *(bias or [None]))
+        lse = jax.nn.logsumexp(z, axis=1)
+        return lse - jnp.sum(_shares(self.form, labels, z) * z, axis=1), lse
+
+    def kernel(self, *args: jax.Array) -> Sequence[jax.Array]:
+        t = args[0].shape[0]
+        sizes, (x, w, labels, *bias) = self._padded("forward", args)
+        loss, lse = kernels.forward(self.form, sizes, self.interpret, x, w, labels, *(bias or [None]))
+        return loss[:t], lse[:t]
+
+
+@dataclasses.dataclass(frozen=True)
+class CrossEntropyGradient(_Loss):
+    """The operands of `CrossEntropy`, lse, dloss and dlse [t] -> the gradients of x, w and, if any, the bias.
+
+    dtype: of the gradient of w. sums: tokens may lie over devices too; the gradients of w and the bias are then
+    terms of a sum over them.
+    """
+
+    dtype: str = "float32"
+
+    name = "cross_entropy_gradient"
+    cut = ""
+    sums = "t"
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        return (*self.inputs, "t", "t", "t")
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        return ("td", self.inputs[1], *(["v"] if self.form.bias else []))
+
+    def plain(self, *args: jax.Array) -> Sequence[jax.Array]:
+        form = self.form
+        x, w, labels, *bias, lse, dloss, dlse = args
+        z = form.logits(x, w, *(bias or [None]))
+        g = jnp.exp(z - lse[:, None]) * (dloss + dlse)[:, None] - _shares(form, labels, z) * dloss[:, None]
+        g = g * form.slope(z)
+        dz = (g * form.scale).astype(x.dtype)
+        dx = form.dot(dz, w, (1, 0 if form.transposed else 1)).astype(x.dtype)
+        dw = form.dot(dz, x, (0, 0)) if form.transposed else form.dot(x, dz, (0, 0))
+        return dx, dw.astype(self.dtype), *[jnp.sum(g, axis=0).astype(b.dtype) for b in bias]
+
+    def kernel(self, *args: jax.Array) -> Sequence[jax.Array]:
+        t = args[0].shape[0]
+        sizes, (x, w, labels, *bias, lse, dloss, dlse) = self._padded("backward", args)
+        given = x, w, labels, bias[0] if bias else None, lse, dloss, dlse
+        dx, *rest = kernels.backward(self.form, sizes, self.interpret, *given, jnp.dtype(self.dtype))
+        return dx[:t], *rest
+
+
+def _shares(form: Form, labels: jax.Array, z: jax.Array) -> jax.Array:
+    """[t, v]: the weight of each logit in what is taken from lse."""
+    hit = labels[:, None] == lax.broadcasted_iota(jnp.int32, z.shape, 1)
+    return jnp.where(hit, 1.0 - form.smoothing, 0.0) + form.smoothing / z.shape[1]
+
+
+# ---------------------------------------------------------------- with a gradient
+
+
+def cross_entropy(
+    form: Form,
+    x: jax.Array,
+    w: jax.Array,
+    labels: jax.Array,
+    bias: jax.Array | None = None,
+    *,
+    chip: str = OTHER,
+    blocks: Blocks | None = None,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """x[t,d], w[d,v] or, if `form.transposed`, [v,d], labels[t] integers, bias[v] -> loss[t] and lse[t] in float32.
+
+    Products are in the dtype of x; w may be wider, and so is its gradient then, with no rounding on the way.
+    `form.bias` is set by whether there is one.
+    """
+    form = dataclasses.replace(form, bias=bias is not None)
+    op = CrossEntropy(form, chip, blocks or Blocks(), interpret)
+    loss, lse = _loss(op, x, w, labels.astype(jnp.int32), *([] if bias is None else [bias]))
+    return loss, lse
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _loss(op: CrossEntropy, x: jax.Array, w: jax.Array, *rest: jax.Array) -> tuple[jax.Array, jax.Array]:
+    loss, lse = apply(op, x, w.astype(x.dtype), *rest)
+    return loss, lse
+
+
+def _forward(op: CrossEntropy, *args: jax.Array) -> tuple[tuple[jax.Array, jax.Array], Any]:
+    loss, lse = _loss(op, *args)
+    lse = checkpoint_name(lse, LSE)
+    return (loss, lse), (args, lse)
+
+
+def _backward(op: CrossEntropy, saved: Any, douts: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
+    (x, w, *rest), lse = saved
+    back = CrossEntropyGradient(op.form, op.chip, op.blocks, op.interpret, str(w.dtype))
+    dx, dw, *dbias = apply(back, x, w.astype(x.dtype), *rest, lse, *douts)
+    return dx, dw, None, *dbias
+
+
+_loss.defvjp(_forward, _backward)
+
+
+def refused(x: Any, w: Any) -> str:
+    """Why these operands (anything with shape and dtype) are not for the kernel; "" where they are."""
+    if w.dtype not in (x.dtype, jnp.float32):
+        return f"tokens are {x.dtype} and the head's weights {w.dtype}; the kernel takes the same dtype or float32"
+    if str(x.dtype) not in DTYPES:
+        return f"the kernel takes {' and '.join(DTYPES)}, these are {x.dtype}"
+    return ""
+
+
+# ---------------------------------------------------------------- what it costs
+
+
+def moved(way: str, sizes: Sizes, t: int, d: int, v: int, size: int = 2) -> float:
+    """Bytes between HBM and VMEM of a pass ("forward", "backward") over numbers of `size` bytes.
+
+    Forward the weights are read for each block of tokens. Backward each block of the vocabulary reads the tokens
+    and their transpose, and their gradient in float32 is read and written.
+    """
+    if way == "forward":
+        return size * d * (t + v * -(-t // sizes.t))
+    return 2 * size * d * v + (2 * size + 8) * t * d * -(-v // sizes.v)
+
+
+def seconds(way: str, chip: str, t: int, d: int, v: int, size: int = 2, chunks: int = 8) -> float:
+    """What the loss and its gradients take on a chip, of the larger of arithmetic and HBM traffic: "kernel";
+    "plain", with whole logits; "chunked", in chunks that are computed again.
+
+    Logits go to HBM and back about five times in float32. A chunk reads the weights three times, and its
+    gradient is added to the sum in float32. Of Llama's head (4096 x 32000) on v5e this agrees with the
+    compiler's estimated cycles within 20 % (plain) and 15 % (chunked), for 2048 to 8192 tokens.
+    """
+    row = chip_of(chip)
+    product, logits = 2.0 * t * d * v / row.flops, 5 * 4.0 * t * v / row.bandwidth
+    if way == "plain":
+        return 3 * product + logits
+    if way == "chunked":
+        return 4 * product + logits + chunks * d * v * (3 * size + 8) / row.bandwidth
+    passes = (("forward", 1), ("backward", 3))
+    sizes = [(way, sizes_of(chip, way, t, d, v, size, Blocks()), products) for way, products in passes]
+    return sum(max(n * product, moved(way, s, t, d, v, size) / row.bandwidth) for way, s, n in sizes)
+
+
+def pays(chip: str, t: int, d: int, v: int, size: int = 2, against: str = "chunked") -> bool:
+    """Whether the kernels take less time than the loss in chunks, or the plain one.
+
+    Than chunks: wherever blocks are long enough for the memory's bandwidth, since the arithmetic is the same.
+    Than plain, which does a product less: where d is small (on v5e under 2400), or logits don't fit.
+    """
+    return seconds("kernel", chip, t, d, v, size) < seconds(against, chip, t, d, v, size)

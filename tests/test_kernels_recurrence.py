@@ -1,0 +1,263 @@
+"""The gated linear recurrence: its kernels against the recurrence step by step, in every form."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from xform import topologies
+from xform.kernels.recurrence import RecurrenceForward, recurrence
+from xform.kernels.recurrence_blocks import BLOCKS, VMEM, fitted, sizes_of, vmem_bytes
+
+Array = jax.Array
+
+FORMS = {
+    "kda": ("channel", True),
+    "gla": ("channel", False),
+    "gated_delta": ("head", True),
+    "retention": ("head", False),
+    "delta": ("none", True),
+    "linear": ("none", False),
+}
+
+SHAPES = {  # b, n, t, d, e
+    "odd": (1, 3, 19, 5, 3),
+    "aligned": (1, 1, 16, 64, 128),
+    "short": (2, 1, 3, 7, 5),
+}
+
+# What is summed differently is a few units in the last place; a bfloat16 operand is rounded to eight bits.
+TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
+
+
+def operands(
+    form: str, shape: Sequence[int], dtype: Any = jnp.float32, strong: bool = False, seed: int = 0
+) -> Any:
+    """q, k, v, g, beta and the initial state. strong: a fifth of all decays is exp(-20), the rest any."""
+    decay, delta = FORMS[form]
+    b, n, t, d, e = shape
+    keys = jax.random.split(jax.random.key(seed), 7)
+    q, k = (jax.random.normal(key, (b, n, t, d)) for key in keys[:2])
+    k = k / jnp.linalg.norm(k, axis=-1, keepdims=True)
+    v = jax.random.normal(keys[2], (b, n, t, e))
+    g = None
+    if decay != "none":
+        dims = (b, n, t, d) if decay == "channel" else (b, n, t)
+        g = -jnp.exp(jax.random.normal(keys[3], dims) * (2 if strong else 1) - (0 if strong else 3))
+        g = jnp.where(jax.random.uniform(keys[4], dims) < 0.2, -20.0, g) if strong else g
+    beta = jax.nn.sigmoid(jax.random.normal(keys[5], (b, n, t))) if delta else None
+    initial = jax.random.normal(keys[6], (b, n, d, e))
+    return q.astype(dtype), k.astype(dtype), v.astype(dtype), g, beta, initial
+
+
+def stepwise(q: Array, k: Array, v: Array, g: Any, beta: Any, state: Array) -> tuple[Array, Array]:
+    """The recurrence in float64, in numpy's own words."""
+    q, k, v, state = (np.asarray(x, np.float64) for x in (q, k, v, state))
+    outs = []
+    for t in range(q.shape[2]):
+        if g is not None:
+            a = np.exp(np.asarray(g, np.float64)[:, :, t])
+            state = state * (a[..., None] if a.ndim == 3 else a[..., None, None])
+        u = v[:, :, t]
+        if beta is not None:
+            u = np.asarray(beta, np.float64)[:, :, t, None] * (
+                u - np.einsum("bnde,bnd->bne", state, k[:, :, t])
+            )
+        state = state + k[:, :, t, :, None] * u[:, :, None]
+        outs.append(0.3 * np.einsum("bnde,bnd->bne", state, q[:, :, t]))
+    return np.stack(outs, 2), state
+
+
+def results(args: Sequence[Any], run: Callable[..., Any]) -> list[Array]:
+    """What `run` gives and its gradients, for cotangents of both results."""
+    given = [i for i, x in enumerate(args) if x is not None]
+
+    @jax.jit
+    def all_of(*xs: Array) -> list[Array]:
+        outs, back = jax.vjp(
+            lambda *ys: run(*(ys[given.index(i)] if i in given else None for i in range(6))), *xs
+        )
+        keys = jax.random.split(jax.random.key(7))
+        cotangents = [jax.random.normal(k, o.shape, jnp.bfloat16) for k, o in zip(keys, outs, strict=True)]
+        return [*outs, *back(tuple(c.astype(o.dtype) for c, o in zip(cotangents, outs, strict=True)))]
+
+    return all_of(*(args[i] for i in given))
+
+
+def distance(got: Any, want: Any) -> float:
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    return float(np.linalg.norm(got - want) / max(np.linalg.norm(want), 1e-30))
+
+
+kernel = partial(recurrence, scale=0.3, interpret=True, chunk=16, heads=2)
+plain = partial(recurrence, scale=0.3, interpret=False, chunk=16)
+
+
+def check(args: Sequence[Any], run: Callable[..., Any] = kernel, of: Callable[..., Any] = plain) -> None:
+    dtype = str(args[0].dtype)
+    wide = [None if x is None else x.astype(jnp.float32) for x in args]
+    for got, want in zip(results(args, run), results(wide, of), strict=True):
+        assert np.isfinite(np.asarray(got, np.float32)).all()
+        assert distance(got, want) < TOLERANCE[dtype], got.shape
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_plain_form_is_the_recurrence_step_by_step(form: str) -> None:
+    args = operands(form, SHAPES["odd"])
+    for got, want in zip(plain(*args), stepwise(*args), strict=True):
+        assert distance(got, want) < 1e-6
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_kernels_agree_with_the_recurrence_values_and_gradients(form: str) -> None:
+    check(operands(form, SHAPES["odd"]))
+
+
+@pytest.mark.parametrize(
+    ("form", "shape"), [("kda", "aligned"), ("gated_delta", "aligned"), ("gated_delta", "short")]
+)
+def test_they_agree_for_other_shapes(form: str, shape: str) -> None:
+    check(operands(form, SHAPES[shape]))
+
+
+@pytest.mark.parametrize("form", ["kda", "gated_delta", "gla"])
+def test_in_bfloat16_they_agree_within_its_rounding(form: str) -> None:
+    check(operands(form, SHAPES["odd"], jnp.bfloat16))
+
+
+@pytest.mark.parametrize("form", ["kda", "gla", "gated_delta", "retention"])
+def test_strong_decays_beside_weak_ones_lose_no_precision(form: str) -> None:
+    check(operands(form, SHAPES["odd"], strong=True))
+
+
+@pytest.mark.slow  # chunks of 64 steps are large programs for the CPU's compiler
+@pytest.mark.parametrize("form", ["kda", "gated_delta", "retention"])
+@pytest.mark.parametrize("strong", [False, True])
+def test_long_sequences_in_long_chunks_agree(form: str, strong: bool) -> None:
+    args = operands(form, (1, 2, 500, 32, 48), strong=strong)
+    check(args, partial(recurrence, scale=0.3, interpret=True, chunk=64), partial(recurrence, scale=0.3))
+
+
+def test_a_state_carried_from_one_call_to_the_next_is_one_sequence() -> None:
+    q, k, v, g, beta, initial = operands("kda", SHAPES["odd"])
+    whole, final = kernel(q, k, v, g, beta, initial)
+    first, middle = kernel(*(x[:, :, :11] for x in (q, k, v, g, beta)), initial)
+    second, last = kernel(*(x[:, :, 11:] for x in (q, k, v, g, beta)), middle)
+    assert distance(jnp.concatenate([first, second], 2), whole) < 1e-6
+    assert distance(last, final) < 1e-6
+
+
+def test_without_an_initial_state_it_is_zero() -> None:
+    *args, initial = operands("gated_delta", SHAPES["short"])
+    for got, want in zip(kernel(*args), kernel(*args, jnp.zeros_like(initial)), strict=True):
+        assert (got == want).all()
+
+
+def test_under_vmap_they_agree() -> None:
+    many = jax.tree.map(
+        lambda *xs: jnp.stack(xs), *(operands("gated_delta", SHAPES["short"], seed=s) for s in (1, 2, 3))
+    )
+    check(many, jax.vmap(lambda *xs: kernel(*xs)), jax.vmap(lambda *xs: plain(*xs)))
+
+
+MESH = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "tensor"))
+SPEC = PartitionSpec("data", "tensor")
+
+
+def test_inside_shard_map_each_device_does_its_own_heads() -> None:
+    # jax's interpreter of kernels does not know what varies over which axis; the plain form and Mosaic do.
+    cut = jax.shard_map(
+        lambda *xs: kernel(*xs), mesh=MESH, in_specs=(SPEC,) * 6, out_specs=SPEC, check_vma=False
+    )
+    check(operands("retention", (2, 4, 3, 5, 3)), cut)
+
+
+def test_inside_shard_map_a_state_of_zeros_and_shared_operands_are_as_outside() -> None:
+    args = operands("retention", (2, 4, 3, 5, 3))[:5]
+    shared = (args[0][:1, :1], *args[1:])
+    specs = (PartitionSpec(), *(SPEC,) * 4)
+    cut = jax.shard_map(
+        lambda q, *xs: plain(jnp.broadcast_to(q, xs[0].shape), *xs), mesh=MESH, in_specs=specs, out_specs=SPEC
+    )
+    whole = lambda q, *xs: plain(jnp.broadcast_to(q, xs[0].shape), *xs)  # noqa: E731
+    check([*shared, None], lambda *xs: cut(*xs[:5]), lambda *xs: whole(*xs[:5]))
+
+
+def test_in_the_tpu_interpreter_the_state_stays_from_chunk_to_chunk() -> None:
+    args = operands("retention", SHAPES["odd"])
+    q, k, v, g, _, initial = args
+    with pltpu.force_tpu_interpret_mode():
+        op = RecurrenceForward("head", False, 0.3, 16, 1)
+        got = op.kernel(q, k, v, g, initial)
+    for each, want in zip(got, plain(*args), strict=True):
+        assert distance(each, want) < 1e-5
+
+
+def test_remat_that_saves_context_does_not_run_the_forward_kernel_again() -> None:
+    args = operands("gated_delta", SHAPES["short"])
+
+    def loss(save: Sequence[str], q: Array) -> Array:
+        policy = jax.checkpoint_policies.save_only_these_names(*save)
+        return jax.checkpoint(lambda x: kernel(x, *args[1:])[0].sum(), policy=policy)(q)
+
+    def count(save: Sequence[str]) -> int:
+        return str(jax.make_jaxpr(jax.grad(partial(loss, save)))(args[0])).count("op=RecurrenceForward(")
+
+    assert count(["context"]) == 1
+    assert count([]) == 2
+
+
+def test_a_short_sequence_is_one_short_chunk_and_heads_are_a_divisor() -> None:
+    sizes = sizes_of((1, 6, 5, 64), 128, 64, 4)
+    assert (sizes.chunk, sizes.chunks, sizes.heads) == (16, 1, 3)
+
+
+@pytest.mark.slow  # Mosaic compiles two kernels for each
+@pytest.mark.parametrize("chip", ["v5e-4", "v5p-8", "v6e-4"])
+@pytest.mark.parametrize("form", ["kda", "gated_delta", "retention"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_mosaic_compiles_both_kernels_inside_shard_map(chip: str, form: str, dtype: str) -> None:
+    topologies.prepare_environment()
+    mesh = Mesh(np.ravel(topologies.parse(chip).devices()), ("tensor",))
+    spec = PartitionSpec(None, "tensor")
+    decay, delta = FORMS[form]
+    b, n, t, d, e = 1, 4 * mesh.size, 300, 128, 192
+    dims = ["bntd", "bntd", "bnte", *([] if decay == "none" else ["bntd" if decay == "channel" else "bnt"])]
+    dims += ["bnt"] * delta
+    sizes = {"b": b, "n": n, "t": t, "d": d, "e": e}
+    args = [
+        jax.ShapeDtypeStruct(
+            [sizes[letter] for letter in letters],
+            jnp.dtype(dtype) if i < 3 else jnp.float32,
+            sharding=NamedSharding(mesh, spec),
+        )
+        for i, letters in enumerate(dims)
+    ]
+
+    def loss(q: Array, k: Array, v: Array, *gates: Array) -> Array:
+        g, beta = [*([None] if decay == "none" else []), *gates, *([] if delta else [None])]
+        out, final = recurrence(q, k, v, g, beta, chip=chip[:3])
+        return jax.lax.psum(out.astype(jnp.float32).sum() + final.sum(), "tensor")
+
+    cut = jax.shard_map(loss, mesh=mesh, in_specs=spec, out_specs=PartitionSpec())
+    text = jax.jit(jax.grad(cut, tuple(range(len(args))))).lower(*args).compile().as_text()
+    assert len(re.findall(r'custom_call_target="tpu_custom_call"', text)) == 2
+
+
+def test_a_program_takes_as_many_heads_as_vmem_holds() -> None:
+    for chip, table in BLOCKS.items():
+        for (channel, delta), (chunk, heads) in table.items():
+            decay = "channel" if channel else "head"
+            asked = sizes_of((2, 16, 4096, 128), 128, chunk, heads)
+            assert fitted(asked, decay, delta, 2) == asked, chip
+    large = fitted(sizes_of((2, 16, 4096, 256), 512, 64, 16), "channel", True, 4)
+    assert large.heads < 16 and vmem_bytes(large, "channel", True, 4) <= VMEM

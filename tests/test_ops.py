@@ -1,0 +1,161 @@
+"""Operations as equations: what runs, how they are mapped, laid out and cut into microbatches."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from xform import Plan, parallelize
+from xform.higher_order import bodies, equations
+from xform.ops import Band, apply, operation_of
+from xform.ops.operation import Mapped, body
+from xform.passes.accumulate import Accumulate
+from xform.passes.kernels import Kernels
+from xform.passes.shard import Shard
+from xform.rewrite import rewrite
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaled:
+    """x [b, i] times w [i, o], times `by`; its kernel adds a hundred, so that one sees which ran."""
+
+    by: float = 2.0
+    interpret: bool = False
+
+    name = "scaled"
+    operands = ("bi", "io")
+    results = ("bo",)
+    cut = "bo"
+
+    def plain(self, x: Any, w: Any) -> Sequence[Any]:
+        return [self.by * x @ w]
+
+    def kernel(self, x: Any, w: Any) -> Sequence[Any]:
+        return [self.by * x @ w + 100]
+
+
+def names(jaxpr: Any) -> list[str]:
+    return [eqn.primitive.name for eqn in jaxpr.eqns]
+
+
+X = np.arange(15, dtype=np.float32).reshape(5, 3)
+W = np.arange(21, dtype=np.float32).reshape(3, 7) / 7
+
+
+def test_an_operation_is_one_equation_that_holds_its_program() -> None:
+    jaxpr = jax.make_jaxpr(lambda x, w: apply(Scaled(), x, w))(X, W)
+    assert names(jaxpr) == ["operation"]
+    assert operation_of(jaxpr.eqns[0]) == Scaled()
+    assert "dot_general" in names(bodies(jaxpr.eqns[0])[0])
+
+
+def test_its_plain_form_runs_where_there_is_no_tpu_and_the_kernel_where_it_is_asked_for() -> None:
+    for run in (apply, jax.jit(apply, static_argnums=0)):
+        np.testing.assert_allclose(run(Scaled(), X, W)[0], 2 * X @ W, rtol=1e-6)
+        np.testing.assert_allclose(run(Scaled(interpret=True), X, W)[0], 2 * X @ W + 100, rtol=1e-6)
+
+
+def test_it_is_differentiated_as_its_plain_form_is() -> None:
+    got = jax.grad(lambda x, w: jnp.sum(apply(Scaled(), x, w)[0] ** 2), (0, 1))(X, W)
+    want = jax.grad(lambda x, w: jnp.sum((2 * x @ w) ** 2), (0, 1))(X, W)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+def test_vmap_gives_it_a_dimension_more() -> None:
+    xs = np.stack([X, X + 1])
+    jaxpr = jax.make_jaxpr(jax.vmap(lambda x: apply(Scaled(), x, W)[0], 0, 1))(xs)
+    (eqn,) = [e for e in jaxpr.eqns if e.primitive.name == "operation"]
+    op = operation_of(eqn)
+    assert isinstance(op, Mapped)
+    assert (op.operands, op.results, op.cut) == (("Abi", "io"), ("Abo",), "Abo")
+    got = jax.vmap(lambda x: apply(Scaled(), x, W)[0], 0, 1)(xs)
+    np.testing.assert_allclose(got, np.moveaxis(2 * xs @ W, 0, 1), rtol=1e-6)
+
+
+def test_a_plain_form_that_brings_arrays_is_refused() -> None:
+    @dataclasses.dataclass(frozen=True)
+    class Brings(Scaled):
+        def plain(self, x: Any, w: Any) -> Sequence[Any]:
+            return [x @ w + jnp.asarray(np.arange(7.0, dtype=np.float32))]
+
+    with pytest.raises(TypeError, match="scaled: its plain form brings 1 constant arrays"):
+        apply(Brings(), X, W)
+
+
+def test_a_rewrite_leaves_what_an_operation_says_it_computes() -> None:
+    jaxpr = jax.make_jaxpr(lambda x, w: apply(Scaled(), x, w))(X, W)
+    assert (
+        rewrite(jaxpr, lambda site: [site.args[0] @ site.args[1]] if site.name == "dot_general" else None)
+        is jaxpr
+    )
+
+
+@jax.custom_vjp
+def scaled(x: Any, w: Any) -> Any:
+    return apply(Scaled(), x, w)[0]
+
+
+scaled.defvjp(lambda x, w: (scaled(x, w), (x, w)), lambda kept, ct: (2 * ct @ kept[1].T, 2 * kept[0].T @ ct))
+
+
+def step(w: Any, x: Any) -> Any:
+    def loss(w: Any) -> Any:
+        return jnp.mean(jnp.sin(scaled(x, w)) ** 2)
+
+    value, gradient = jax.value_and_grad(loss)(w)
+    return w - 0.1 * gradient, value
+
+
+def operands_of(program: Any) -> list[tuple[int, ...]]:
+    return [e.invars[0].aval.shape for e in equations(program.jaxpr) if e.primitive.name == "operation"]
+
+
+@pytest.mark.parametrize("collectives", ["explicit", "auto"])
+def test_it_runs_on_the_rows_of_a_device(collectives: Any) -> None:
+    x, w = np.ones((16, 3), np.float32), W
+    run = parallelize(step, Plan({"data": 8}, [Shard(collectives=collectives), Kernels()]))
+    assert set(operands_of(run.trace(w, x))) == {(2, 3)}
+    for a, b in zip(run(w, x), step(w, x), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+def test_accumulate_makes_it_anew_for_the_rows_of_a_microbatch() -> None:
+    x, w = np.linspace(0, 1, 48, dtype=np.float32).reshape(16, 3), W
+    run = parallelize(step, Plan({"data": 1}, [Accumulate(4)]), devices=jax.devices()[:1])
+    assert set(operands_of(run.trace(w, x))) == {(4, 3)}
+    for a, b in zip(run(w, x), step(w, x), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+def test_the_plain_form_of_parts_is_traced_for_their_sizes() -> None:
+    avals = [jax.core.ShapedArray(s, np.dtype("float32")) for s in ((2, 3), (3, 7))]
+    assert body(Scaled(), avals).outvars[0].aval.shape == (2, 7)
+
+
+@pytest.mark.parametrize(
+    "band",
+    [
+        Band(),
+        Band(right=0),
+        Band(right=0, offset=3),
+        Band(right=0, left=2),
+        Band(left=2, right=1),
+        Band(right=0, chunk=3),
+        Band(right=0, prefix=4),
+        Band(right=-1),
+    ],
+    ids=str,
+)
+def test_the_bounds_of_a_band_are_those_of_what_it_allows(band: Band) -> None:
+    queries, keys = 7, 9
+    seen = np.broadcast_to(band.allowed(np.arange(queries)[:, None], np.arange(keys)), (queries, keys))
+    first, last = band.bounds(queries, keys)
+    within = (np.arange(keys) >= first[:, None]) & (np.arange(keys) < last[:, None])
+    np.testing.assert_array_equal(seen, within | (np.arange(keys) < band.prefix))
+    assert band.sees_some(queries, keys) == bool(seen.any(1).all())
+    assert band.is_full <= bool(seen.all())

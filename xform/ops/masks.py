@@ -1,0 +1,62 @@
+"""Which keys a query of attention may see, by position alone."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from xform.trace import Value
+
+
+@dataclasses.dataclass(frozen=True)
+class Band:
+    """A mask by positions: keys in a band around the query, in the same chunk, or before the prefix's end.
+
+    Query number t stands at position t + offset among the keys. It sees key s where all hold:
+    s <= t + offset + right; s >= t + offset - left; both lie in the same chunk of `chunk` positions; or
+    where s < prefix. None: no such bound.
+    """
+
+    right: int | None = None
+    left: int | None = None
+    offset: int = 0
+    chunk: int | None = None
+    prefix: int = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every query sees every key, by this alone, whatever their number."""
+        return self.right is None and self.left is None and self.chunk is None
+
+    def allowed(self, t: Value, s: Value) -> Value:
+        """Whether queries `t` see keys `s`: integer arrays (jax's or numpy's) that broadcast; booleans."""
+        at = t + self.offset
+        seen = (at == at) & (s == s)
+        if self.right is not None:
+            seen &= s <= at + self.right
+        if self.left is not None:
+            seen &= s >= at - self.left
+        if self.chunk is not None:
+            seen &= at // self.chunk == s // self.chunk
+        if self.prefix:
+            seen |= (s < self.prefix) & (at == at)
+        return seen
+
+    def bounds(self, queries: int, keys: int) -> tuple[np.ndarray, np.ndarray]:
+        """For each query the first key that it sees, and the one after the last, without the prefix."""
+        at = np.arange(queries) + self.offset
+        first, last = np.zeros(queries, np.int64), np.full(queries, keys, np.int64)
+        if self.right is not None:
+            last = np.minimum(last, at + self.right + 1)
+        if self.left is not None:
+            first = np.maximum(first, at - self.left)
+        if self.chunk is not None:
+            first = np.maximum(first, at // self.chunk * self.chunk)
+            last = np.minimum(last, (at // self.chunk + 1) * self.chunk)
+        return first, np.maximum(last, first)
+
+    def sees_some(self, queries: int, keys: int) -> bool:
+        """Whether every query sees at least one of the keys."""
+        first, last = self.bounds(queries, keys)
+        return bool(min(self.prefix, keys) > 0 or (last > first).all())

@@ -1,0 +1,162 @@
+"""An operation as one equation that carries its meaning, its own program, and a kernel that computes it.
+
+    o, lse = operation[attention causal] q k v
+
+A high-level operation (`Operation`) is a frozen dataclass; `apply(op, *args)` is one equation of it. Its body
+is the operation in plain JAX, `op.plain`, and every analysis reads that: axes, roles, arithmetic. What runs
+is `op.kernel` on a TPU, or where the operation asks for the interpreter; elsewhere `op.plain`. So a program
+says what it means until the end, layouts are decided as for plain JAX, and the kernel is traced last, on what
+one device has. `op.operands` and `op.results` name the dimensions, a letter each; those in `op.cut` may lie
+over devices, each element being treated alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from xform.trace import (
+    Jaxpr,
+    JaxprEqn,
+    Value,
+    eval_jaxpr,
+    new_operation_primitive,
+    plain_aval,
+    trace_flat,
+    typeof,
+)
+
+NAME = "operation"
+"""The name of the primitive."""
+
+
+class Operation(Protocol):
+    """What a frozen dataclass has to have to be an operation; compared and hashed by its fields.
+
+    name: "attention". operands, results: for each array its dimensions, a letter each: ("bntd", "bnsd").
+    cut: the letters along which each element is treated alone. interpret: off TPU, run the kernel in the
+    interpreter. `plain` and `kernel` compute the same, for any sizes that agree with the letters.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def operands(self) -> tuple[str, ...]: ...
+
+    @property
+    def results(self) -> tuple[str, ...]: ...
+
+    @property
+    def cut(self) -> str: ...
+
+    @property
+    def interpret(self) -> bool: ...
+
+    def plain(self, *args: Value) -> Sequence[Value]: ...
+
+    def kernel(self, *args: Value) -> Sequence[Value]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Mapped:
+    """An operation under `jax.vmap`: a dimension more, in front of those operands that have it."""
+
+    op: Any
+    mapped: tuple[bool, ...]
+
+    @property
+    def name(self) -> str:
+        return str(self.op.name)
+
+    @property
+    def letter(self) -> str:
+        """The letter of the dimension, one that the operation does not have."""
+        used = set("".join((*self.op.operands, *self.op.results)))
+        return next(c for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if c not in used)
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        pairs = zip(self.op.operands, self.mapped, strict=True)
+        return tuple(self.letter + dims if own else dims for dims, own in pairs)
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        return tuple(self.letter + dims for dims in self.op.results)
+
+    @property
+    def cut(self) -> str:
+        return self.letter + str(self.op.cut)
+
+    @property
+    def interpret(self) -> bool:
+        return bool(self.op.interpret)
+
+    def plain(self, *args: Value) -> Sequence[Value]:
+        return self._each(self.op.plain, args)
+
+    def kernel(self, *args: Value) -> Sequence[Value]:
+        return self._each(self.op.kernel, args)
+
+    def _each(self, f: Any, args: Sequence[Value]) -> Sequence[Value]:
+        made: Sequence[Value] = jax.vmap(
+            lambda *xs: tuple(f(*xs)), tuple(0 if m else None for m in self.mapped)
+        )(*args)
+        return made
+
+
+def apply(op: Operation, *args: Value) -> list[Value]:
+    """The results of an operation, as one equation."""
+    args = tuple(jnp.asarray(x) for x in args)
+    jaxpr = body(op, [typeof(x) for x in args])
+    return list(_operation.bind(*args, op=op, jaxpr=jaxpr))
+
+
+def body(op: Operation, avals: Sequence[Any]) -> Jaxpr:
+    """The operation in plain JAX, as a program; it brings no arrays with it."""
+    jaxpr = trace_flat(op.plain, [plain_aval(a) for a in avals], op.name)
+    if jaxpr.consts:
+        raise TypeError(
+            f"{op.name}: its plain form brings {len(jaxpr.consts)} constant arrays; make them of iota"
+        )
+    return jaxpr
+
+
+def operation_of(eqn: JaxprEqn) -> Operation | None:
+    """The operation that an equation is; None where it is something else."""
+    op: Operation | None = eqn.params["op"] if eqn.primitive.name == NAME else None
+    return op
+
+
+# ---------------------------------------------------------------- the primitive
+
+
+def _run(*args: Value, op: Any, jaxpr: Jaxpr) -> Sequence[Value]:
+    del jaxpr
+    return op.kernel(*args)  # type: ignore[no-any-return]
+
+
+def _run_plain(*args: Value, op: Any, jaxpr: Jaxpr) -> Sequence[Value]:
+    return op.kernel(*args) if op.interpret else eval_jaxpr(jaxpr, *args)  # type: ignore[no-any-return]
+
+
+def _jvp(primals: Sequence[Value], tangents: Sequence[Value], *, op: Any, jaxpr: Jaxpr) -> Any:
+    """Where it is differentiated (its kernels have a rule of their own outside of it), as plain JAX is."""
+    del jaxpr
+    return jax.jvp(lambda *xs: list(op.plain(*xs)), list(primals), list(tangents))
+
+
+def _batch(args: Sequence[Value], dims: Sequence[Any], *, op: Any, jaxpr: Jaxpr) -> Any:
+    del jaxpr
+    mapped = tuple(isinstance(d, (int, np.integer)) for d in dims)
+    moved = [jnp.moveaxis(x, int(d), 0) if m else x for x, d, m in zip(args, dims, mapped, strict=True)]
+    outs = apply(Mapped(op, mapped), *moved)
+    return outs, [0] * len(outs)
+
+
+_operation = new_operation_primitive(NAME, on_tpu=_run, elsewhere=_run_plain, jvp=_jvp, batch=_batch)

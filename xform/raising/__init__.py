@@ -1,0 +1,1 @@
+"""Raising: what a program means, found in its dataflow whatever way it was written."""
