@@ -217,7 +217,6 @@ def attention(
     return attention_and_lse(op, q, k, v, sinks, *segments)[0]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attention_and_lse(
     op: AttentionForward,
     q: Any,
@@ -230,7 +229,25 @@ def attention_and_lse(
     """out and lse of the operation, both differentiable: attention over parts of the keys can be put together
     from both of each part.
     """
-    return _forward(op, q, k, v, sinks, q_segments, kv_segments)[0]
+    args = (q, k, v, sinks, q_segments, kv_segments)
+    axes: set[Any] = set().union(*(_varying(x) for x in args if x is not None))
+
+    def alike(x: Any) -> Any:
+        # Inside a shard_map: what is the same on all devices has a gradient that is summed over them.
+        missing = () if x is None else tuple(sorted(axes - _varying(x)))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    out, lse = _attention(op, *map(alike, args))
+    return out, lse
+
+
+def _varying(x: Any) -> frozenset[Any]:
+    return jax.typeof(x).manual_axis_type.varying  # type: ignore[no-any-return]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(op: AttentionForward, *args: Any) -> tuple[Any, Any]:
+    return _forward(op, *args)[0]
 
 
 def _forward(op: AttentionForward, *args: Any) -> tuple[Any, Any]:
@@ -252,4 +269,4 @@ def _backward(op: AttentionForward, kept: Any, given: Any) -> tuple[Any, ...]:
     return dq, dk, dv, dsinks, None, None
 
 
-attention_and_lse.defvjp(_forward, _backward)
+_attention.defvjp(_forward, _backward)

@@ -126,11 +126,16 @@ def backward_sizes(shape: Shape, chip: str, blocks: Blocks) -> Sizes:
     if fused:
         return Sizes(_up(shape.rows, q), _up(shape.keys, kv), q, kv, compute, fused=True)
     # Both kernels take the same padded rows and keys: the second's blocks are the first's, or part of them.
-    given = {"q": blocks.block_q_dq or q, "kv": blocks.block_kv_dq or compute}
-    names = {"q": "block_q_dq", "kv": "block_kv_dq"}
-    q_dq, kv_dq, _ = _fitting("dq", shape, chip, given, names)
+    vmem, kv_dq = _chip(chip).vmem, blocks.block_kv_dq or compute
+    parts = (b for b in range(q, 0, -LANES) if q % b == 0 and needed("dq", b, kv_dq, 0, shape) <= vmem)
+    given = {"q": blocks.block_q_dq or next(parts, LANES), "kv": kv_dq}
+    q_dq, kv_dq, _ = _fitting("dq", shape, chip, given, {"q": "block_q_dq", "kv": "block_kv_dq"})
     rows, keys = _up(shape.rows, math.lcm(q, q_dq)), _up(shape.keys, math.lcm(kv, kv_dq))
     return Sizes(rows, keys, q, kv, compute, q_dq, kv_dq)
+
+
+def _chip(name: str) -> Chip:
+    return CHIPS.get(name, CHIPS["v5e"])
 
 
 def _fitting(
@@ -140,7 +145,7 @@ def _fitting(
     for key, size in given.items():
         if size is not None and (size <= 0 or size % LANES):
             raise PlanError(f"{_OPTION} {names[key]} = {size} is no positive multiple of {LANES}")
-    have = CHIPS.get(chip, CHIPS["v5e"])
+    have = _chip(chip)
     most_q, most_kv, most_compute = have.forward if kind == "forward" else have.backward
     rows = ROWS if kind == "forward" and shape.rows < LANES else LANES
     while True:
@@ -164,7 +169,7 @@ def _fitting(
             break
     said = [f"{names[key]} = {size}" for key, size in given.items() if size is not None]
     much = f"{bytes_ / MIB:.1f} MiB of vector memory, of which {chip or 'a chip'} has {have.vmem // MIB}"
-    if kind == "dq" or said:
+    if said:
         raise PlanError(f"{_OPTION} {' and '.join(said)} need {much}: take smaller ones")
     raise Decline(f"heads of {max(shape.d, shape.e)} need {much}, with the smallest blocks")
 

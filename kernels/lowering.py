@@ -1,53 +1,28 @@
 """From what a program means to the operation that computes it: for each kind, where a kernel fits and pays.
 
-A row of `LOWERINGS` takes a raised operation and gives the function that stands in its place (`Lowered`), or
-raises Decline with what keeps it from a kernel. Values come in whatever layout the program had; they are
-arranged as the operation takes them, and its results back.
+A row of `LOWERINGS` takes a raised operation and gives what stands in its place (`Lowered`), or raises Decline
+with what keeps it from a kernel. Values come in whatever layout the program had; they are arranged as the
+operation takes them, and its results back.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
-from xform.errors import Decline, PlanError
-from xform.kernels.attention import AttentionForward, attention_and_lse
-from xform.kernels.blocks import Blocks
+from xform.errors import Decline
+from xform.kernels import cross_entropy as losses
+from xform.kernels import grouped as megablox
+from xform.kernels.attending import attended
+from xform.kernels.lowered import Lowered, Options, value
+from xform.kernels.recurrence import recurrence
 from xform.raising.canonical import arranged, back
 from xform.raising.describe import axes, mask_name
-from xform.raising.meaning import Attention, Raised, Tensor
-from xform.trace import Literal, Value, Var
-
-BATCH = "batch"
-SOFT = -1e6
-"""A finite number that is added to the logits of unseen keys hides them from queries that see others; where
-it is larger than this, a query that sees none still tells keys apart."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """chip: its name, by which block sizes go. interpret: there is none. shortest: see `Kernels`. blocks: in
-    place of the table's. asked: the user names the operation, so that it is lowered where it only fits.
-    """
-
-    chip: str
-    interpret: bool = False
-    shortest: int = 128
-    blocks: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    asked: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Lowered:
-    """`gives` follow from `takes` by `emit`; why: which kernel, and how."""
-
-    takes: Sequence[Var]
-    gives: Sequence[Var]
-    emit: Callable[[Mapping[Var, Value]], Mapping[Var, Value]]
-    why: str
+from xform.raising.meaning import Attention, CrossEntropy, Experts, Product, Raised, Recurrence, Tensor
+from xform.trace import Atom, Literal, Value, Var
 
 
 def spelled(r: Raised) -> str:
@@ -57,149 +32,184 @@ def spelled(r: Raised) -> str:
     return f"{r.op}{kind} [{sizes}]"
 
 
-def blocks_of(given: Mapping[str, int]) -> Blocks:
-    """Block sizes that a plan gives; PlanError for one that there is not."""
-    known = [f.name for f in dataclasses.fields(Blocks)]
-    for name in given:
-        if name not in known:
-            raise PlanError(f"kernels.blocks: attention has no {name!r}; it has {', '.join(known)}")
-    return Blocks(**given)
+# ---------------------------------------------------------------- gated linear recurrences
 
 
-# ---------------------------------------------------------------- attention
-
-
-def attended(r: Raised, options: Options) -> Lowered:
-    """Attention by splash attention: masks by position and by segments, soft cap, grouped heads, sinks."""
+def recurred(r: Raised, options: Options) -> list[Lowered]:
+    """A recurrence by chunks, whatever way it was written."""
     m = r.meaning
-    assert isinstance(m, Attention)
-    masked = _Masked(m)
-    if m.bias:
-        raise Decline(f"{' and '.join(m.bias_kinds) or 'bias'} on the logits, which the kernel does not take")
-    if m.dropout:
-        raise Decline("dropout on the weights, which the kernel does not take")
-    sizes = {"n": 1, "g": 1, "t": 1, "s": 1, "d": 1, "e": 1, **r.sizes}
-    short = {"queries": sizes["t"], "keys": sizes["s"]}
-    for what, size in short.items():
-        if size < options.shortest:
-            raise Decline(f"{size} {what}, fewer than kernels.shortest = {options.shortest}")
-    batch = "".join(c for c in r.sizes if c not in "ngtsde")
-    lengths = sizes["t"], sizes["s"]
-    empty = masked.may_be_empty(*lengths)
-    if empty and m.mask.added and m.mask.filled > SOFT:
-        raise Decline(f"a query that sees no key would see all, since the mask adds only {m.mask.filled:g}")
-    assert m.mask.band is not None
-    op = AttentionForward(
-        band=m.mask.band,
-        scale=m.scale,
-        cap=m.cap,
-        sinks=m.sinks is not None,
-        complete=not empty,
-        chip=options.chip,
-        blocks=blocks_of(options.blocks),
-        interpret=options.interpret,
-    )
-    takes = [t.atom for t in masked.tensors if isinstance(t.atom, Var)]
-    assert isinstance(m.out.atom, Var)
-    out_var: Var = m.out.atom
+    assert isinstance(m, Recurrence)
+    if m.step is not None or m.read is not None:
+        raise Decline("what it takes or gives is computed step by step in its loop")
+    sizes = {"n": 1, **r.sizes}
+    if sizes["t"] < options.shortest:
+        raise Decline(f"{sizes['t']} steps, fewer than kernels.shortest = {options.shortest}")
+    batch = "".join(c for c in r.sizes if c not in "ntde")
+    delta = m.kind in ("delta", "gated_delta", "kda")
+    letters = {c for p in (m.decay,) if p is not None for t in (*p.times, *p.over) for c in "".join(t.dims)}
+    if "e" in letters:
+        raise Decline("its decay differs by the channel of its values")
+    order = {"q": "ntd", "k": "ntd", "v": "nte", "decay": "ntd" if "d" in letters else "nt", "beta": "nt"}
+    products = {name: p for name in order if (p := getattr(m, name)) is not None}
+    tensors = [t for p in products.values() for t in (*p.times, *p.over)]
+    tensors += [m.initial] if m.initial is not None else []
+    takes = dict.fromkeys(t.atom for t in tensors if isinstance(t.atom, Var))
+    gives = [t for t in (m.out, m.final) if t is not None and isinstance(t.atom, Var)]
 
     def emit(values: Mapping[Var, Value]) -> Mapping[Var, Value]:
-        def of(tensor: Tensor, *order: str) -> Value:
-            x = tensor.atom.val if isinstance(tensor.atom, Literal) else values[tensor.atom]
-            return arranged(x, tensor.dims, order, sizes)
+        def of(tensor: Tensor, *dims: str) -> Value:
+            return arranged(value(tensor, values), tensor.dims, (batch, *dims), sizes)
 
-        q, k, v = of(m.q, batch, *"ngtd"), of(m.k, batch, *"nsd"), of(m.v, batch, *"nse")
-        kind = jnp.result_type(q, k, v)
-        q, k, v = (x.astype(kind) for x in (q, k, v))
-        segments = masked.segments(
-            lambda tensor, letter: of(tensor, batch, letter),
-            (q.shape[0], sizes["t"]),
-            (q.shape[0], sizes["s"]),
+        def product(name: str) -> Value | None:
+            p: Product | None = products.get(name)
+            if p is None:
+                return None
+            shape = [math.prod(sizes[c] for c in batch), *(sizes[c] for c in order[name])]
+            x: Value = jnp.full(shape, p.coefficient, jnp.float32)
+            if p.times:
+                x = of(p.times[0], *order[name])
+                x = x if p.coefficient == 1.0 else x * p.coefficient
+            for each in p.times[1:]:
+                x = x * of(each, *order[name])
+            for each in p.over:
+                x = x / of(each, *order[name])
+            return jnp.flip(x, 2) if m.reverse else x
+
+        g, beta = product("decay"), product("beta")
+        if g is not None and not m.decay_is_log:
+            g = jnp.log(g.astype(jnp.float32))
+        if delta and beta is None:
+            beta = jnp.ones([math.prod(sizes[c] for c in batch), sizes["n"], sizes["t"]], jnp.float32)
+        initial = None if m.initial is None else of(m.initial, *"nde")
+        out, final = recurrence(
+            product("q"),
+            product("k"),
+            product("v"),
+            g,
+            beta,
+            initial,
+            scale=m.scale,
+            chip=options.chip,
+            chunk=options.blocks.get("chunk"),
+            heads=options.blocks.get("heads"),
+            interpret=options.interpret,
         )
-        sinks = None if m.sinks is None else of(m.sinks, *"ng")
-        out, lse = attention_and_lse(
-            dataclasses.replace(op, segments=bool(segments)), q, k, v, sinks, *segments
+        out = jnp.flip(out, 2) if m.reverse else out
+        found = {m.out.atom: back(out, (batch, *"nte"), m.out.dims, sizes)}
+        if m.final is not None:
+            found[m.final.atom] = back(final, (batch, *"nde"), m.final.dims, sizes)
+        return {t.atom: found[t.atom].astype(t.atom.aval.dtype) for t in gives}  # type: ignore[attr-defined]
+
+    return [Lowered(tuple(takes), tuple(t.atom for t in gives), emit, f"{m.kind} by chunks")]
+
+
+# ---------------------------------------------------------------- cross-entropy
+
+
+def entropied(r: Raised, options: Options) -> list[Lowered]:
+    """The head and its cross-entropy as one kernel that never has the logits whole."""
+    m = r.meaning
+    assert isinstance(m, CrossEntropy)
+    t, d, v = _tokens(r), r.sizes["d"], r.sizes["v"]
+    for held, why in (
+        (m.logits_used, "its logits are used besides: they are needed whole"),
+        (m.soft, "its labels are shares of the vocabulary"),
+        (m.summed or m.out is None or m.part is not None, "its losses are not one a token"),
+        (m.lse is not None or m.picked is not None, "its log-sum-exp or the labels' logits are used besides"),
+        (m.valid is not None, "a part of the vocabulary is masked away"),
+        (
+            m.outside[0] == "other" or m.outside[1] in ("other", "wrap"),
+            "what labels outside the vocabulary pick",
+        ),
+        (options.devices > 1, "the gradient of its weights sums over tokens that lie on several devices"),
+    ):
+        if held:
+            raise Decline(why)
+    if why := losses.refused(m.x.atom.aval, m.w.atom.aval):
+        raise Decline(why)
+    size = m.x.atom.aval.dtype.itemsize  # type: ignore[attr-defined]
+    if not (options.asked or losses.pays(options.chip, t, d, v, size, "plain")):
+        raise Decline(
+            "whole logits take less time: the kernel computes them twice (kernels.only asks for it)"
         )
-        if empty:
-            out = masked.filled(out, lse, v)
-        out = back(out, (batch, *"ngte"), m.out.dims, sizes)
-        return {out_var: out.astype(out_var.aval.dtype)}  # type: ignore[attr-defined]
+    assert m.out is not None and isinstance(m.out.atom, Var)
+    out: Tensor = m.out
+    tokens = "".join(c for dim in m.x.dims for c in dim if c != "d")
+    turned = "".join(m.w.dims).index("v") < "".join(m.w.dims).index("d")
+    form = losses.Form(cap=m.cap, scale=m.scale, smoothing=m.smoothing, transposed=turned)
+    tensors = [m.x.atom, m.w.atom, m.labels.atom, *([] if m.bias is None else [m.bias])]
 
-    return Lowered(tuple(dict.fromkeys(takes)), (out_var,), emit, "splash attention")
+    def emit(values: Mapping[Var, Value]) -> Mapping[Var, Value]:
+        x = arranged(value(m.x, values), m.x.dims, (tokens, "d"), r.sizes)
+        w = arranged(value(m.w, values), m.w.dims, ("v", "d") if turned else ("d", "v"), r.sizes)
+        labels = arranged(value(m.labels, values), m.labels.dims, (tokens,), r.sizes).astype(jnp.int32)
+        bias = None if m.bias is None else value(Tensor(m.bias, ("v",)), values)
+        inside, wrong = _within(labels, v, m.outside)
+        loss, lse = losses.cross_entropy(
+            form, x, w, inside, bias, chip=options.chip, interpret=options.interpret
+        )
+        loss = loss + m.z_loss * lse**2 + m.offset if m.z_loss else loss + m.offset
+        loss = jnp.where(wrong, jnp.nan, loss)
+        loss = back(-loss if m.negative else loss, (tokens,), out.dims, r.sizes)
+        return {out.atom: loss.astype(out.atom.aval.dtype)}  # type: ignore[attr-defined, dict-item]
 
-
-class _Masked:
-    """The mask of an attention as segments: queries see keys of the same one."""
-
-    def __init__(self, m: Attention) -> None:
-        self.m = m
-        if m.mask.band is None or m.mask.table:
-            raise Decline("its mask by position is no band, chunk or prefix")
-        for each in m.mask.chosen:
-            letters = set("".join(each.dims))
-            if {"t", "s"} <= letters:
-                raise Decline("its mask is data for each query and key")
-            if letters & {"n", "g"}:
-                raise Decline("its mask differs by head")
-        if len(m.mask.segments) > 1:
-            raise Decline("two kinds of segments at once")
-        self.keys = [c for c in m.mask.chosen if "t" not in "".join(c.dims)]
-        self.queries = [c for c in m.mask.chosen if "t" in "".join(c.dims)]
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        m = self.m
-        pairs = [each for pair in m.mask.segments for each in pair]
-        return [m.q, m.k, m.v, *m.mask.chosen, *pairs, *([m.sinks] if m.sinks else [])]
-
-    def may_be_empty(self, queries: int, keys: int) -> bool:
-        """Whether there may be a query that sees no key."""
-        band = self.m.mask.band
-        assert band is not None
-        if self.m.sinks is not None:
-            return False  # it sees the sink
-        if self.m.mask.chosen or not band.sees_some(queries, keys):
-            return True
-        if not self.m.mask.segments:
-            return False
-        (q, k), at = self.m.mask.segments[0], np.arange(queries)
-        own = q.atom is k.atom and queries == keys
-        return not (own and bool(band.allowed(at, at).all()))
-
-    def segments(
-        self, of: Callable[[Tensor, str], Value], queries: tuple[int, int], keys: tuple[int, int]
-    ) -> tuple[Value, ...]:
-        """The segments of queries [b, t] and keys [b, s], arrays of these shapes, or nothing.
-
-        They are those of the program; what its mask leaves out is in a segment of its own.
-        """
-        if not self.m.mask.segments and not self.m.mask.chosen:
-            return ()
-        if self.m.mask.segments:
-            q, k = self.m.mask.segments[0]
-            own, others = of(q, "t").astype(jnp.int32), of(k, "s").astype(jnp.int32)
-        else:
-            own, others = jnp.zeros(queries, jnp.int32), jnp.zeros(keys, jnp.int32)
-        least = np.iinfo(np.int32).min
-        for each in self.keys:
-            others = jnp.where(of(each, "s"), others, least)
-        for each in self.queries:
-            own = jnp.where(of(each, "t"), own, least + 1)
-        return own, others
-
-    def filled(self, out: Value, lse: Value, v: Value) -> Value:
-        """The result, [b, n, g, t, e], with what the program has for queries that see no key: its logits are
-        all alike there, so that it takes the mean of the values; or they are all -inf, and so is nothing a
-        number.
-        """
-        none = jnp.isneginf(lse)[..., None]
-        if np.isneginf(self.m.mask.filled):
-            return jnp.where(none, jnp.nan, out)
-        mean = jnp.mean(v.astype(jnp.float32), axis=2).astype(out.dtype)
-        return jnp.where(none, mean[:, :, None, None, :], out)
+    takes = tuple(dict.fromkeys(a for a in tensors if isinstance(a, Var)))
+    return [Lowered(takes, (out.atom,), emit, "head and loss in one")]
 
 
-LOWERINGS: dict[str, Callable[[Raised, Options], Lowered]] = {"attention": attended}
+def _tokens(r: Raised) -> int:
+    return math.prod(n for c, n in r.sizes.items() if c not in "dv")
+
+
+def _within(labels: Value, v: int, outside: tuple[str, str]) -> tuple[Value, Value]:
+    """Labels that pick what the program's pick outside of the vocabulary too, and which make no number."""
+    low, high = labels < 0, labels >= v
+    wrong = jnp.zeros(labels.shape, bool)
+    for where, kind, nearest in ((low, outside[0], 0), (high, outside[1], v - 1)):
+        if kind == "wrap":
+            labels = jnp.where(where, labels + v, labels)
+        elif kind == "clamp":
+            labels = jnp.where(where, nearest, labels)
+        elif kind == "nan":
+            wrong |= where
+    return labels, wrong
+
+
+# ---------------------------------------------------------------- products by expert
+
+
+def grouped(r: Raised, options: Options) -> list[Lowered]:
+    """Products of sorted tokens with the weights of each one's expert, by megablox."""
+    m = r.meaning
+    assert isinstance(m, Experts)
+    if not m.products:
+        raise Decline(f"its products are written as {m.style}, not as ragged_dot of sorted tokens")
+    return [_grouped(each, options) for each in m.products]
+
+
+def _grouped(product: tuple[Atom, Atom, Atom, Var], options: Options) -> Lowered:
+    x, w, sizes, out = product
+    if why := megablox.refused(x.aval, w.aval, sizes.aval):
+        raise Decline(why)
+    aval: Any = out.aval
+
+    def emit(values: Mapping[Var, Value]) -> Mapping[Var, Value]:
+        args = [a.val if isinstance(a, Literal) else values[a] for a in (x, w, sizes)]
+        made = megablox.grouped_matmul(
+            *args, dtype=aval.dtype, chip=options.chip, interpret=options.interpret
+        )
+        return {out: made}
+
+    takes = tuple(dict.fromkeys(a for a in (x, w, sizes) if isinstance(a, Var)))
+    return Lowered(takes, (out,), emit, "megablox")
+
+
+LOWERINGS: dict[str, Callable[[Raised, Options], list[Lowered]]] = {
+    "attention": attended,
+    "cross_entropy": entropied,
+    "experts": grouped,
+    "linear_recurrence": recurred,
+}
 """The operations that have a kernel."""
 
-__all__ = ["LOWERINGS", "Lowered", "Options", "attended", "spelled"]
+__all__ = ["LOWERINGS", "Lowered", "Options", "spelled"]

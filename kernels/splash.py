@@ -22,7 +22,7 @@ import numpy as np
 
 from xform.kernels.blocks import Blocks, Shape, Sizes, backward_sizes, forward_sizes
 from xform.ops import Band
-from xform.trace import splash
+from xform.trace import splash, without_vma
 
 FEW = 16
 """Up to as many queries, the heads that share a key head are rows of one head."""
@@ -121,7 +121,8 @@ def forward(
         return out, lse
 
     args = (_scaled(rows.fold(q), scale), k, v, rows.fold_segments(segments))
-    out, lse = jax.vmap(one)(*_padded(args, plan))
+    with without_vma():
+        out, lse = jax.vmap(one)(*_padded(args, plan))
     out, lse = (rows.unfold(x[:, :, : rows.count], shape) for x in (out, lse))
     if sinks is None and not complete and (segments is not None or not band.sees_some(shape[3], s)):
         none = ~(lse > 0.5 * UNSEEN)  # nothing visited gives -inf, all visited masked gives UNSEEN
@@ -189,9 +190,19 @@ def backward(
         rows.fold(delta),
         rows.fold(dout.astype(v.dtype)),
     )
-    dq, dk, dv = jax.vmap(one)(*_padded(args, plan))
+    with without_vma():
+        dq, dk, dv = jax.vmap(one)(*_padded(args, plan))
     dq = rows.unfold(_scaled(dq[:, :, : rows.count], scale), shape)
     return dq, dk[:, :, :s], dv[:, :, :s]
+
+
+def check(q: Any, v: Any, segments: bool, chip: str, blocks: Blocks) -> None:
+    """For values of the types of q and v: raises PlanError where blocks that a plan has do not fit the chip,
+    Decline where no blocks do. The kernels would, but only when the program is lowered.
+    """
+    shape = Shape(q.shape[3], v.shape[-2], q.shape[-1], v.shape[-1], jnp.dtype(q.dtype).itemsize, segments)
+    forward_sizes(shape, chip, blocks)
+    backward_sizes(shape, chip, blocks)
 
 
 # ---------------------------------------------------------------- rows and keys

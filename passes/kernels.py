@@ -51,7 +51,6 @@ class Kernels:
     where: a regular expression; only operations are lowered whose name stack or source line matches it.
     shortest: attention over fewer keys or queries stays as it is: its scores take less than a kernel's setup.
     blocks: block sizes in place of the table's, by operation: {"attention": {"block_q": 256}}.
-    implementation: "jax" takes the kernels that JAX ships; "tokamax" its attention, where it is installed.
     interpret: where there is no TPU, run kernels in the interpreter, to try them; else operations are
         computed there as the program has them.
 
@@ -63,7 +62,6 @@ class Kernels:
     where: str = ""
     shortest: int = 128
     blocks: Mapping[str, Mapping[str, int]] = dataclasses.field(default_factory=dict)
-    implementation: str = "jax"
     interpret: bool = False
 
     stages: ClassVar[tuple[str, ...]] = ("model",)
@@ -91,23 +89,23 @@ class Kernels:
                     raise Decline(f"no TPU but {device.platform}: it is computed as it is written")
                 chip = kind.name if kind else "v5e"
                 blocks = self.blocks.get(r.op, {})
-                options = Options(chip, kind is None, self.shortest, blocks, bool(self.only))
+                options = Options(
+                    chip, kind is None, self.shortest, blocks, bool(self.only), context.mesh.size
+                )
                 made = lowering.LOWERINGS[r.op](r, options)
             except Decline as reason:
                 context.report.declined("kernels", what, str(reason), r.line or r.where)
                 continue
-            context.report.did("kernels", f"{what} by a kernel", made.why, r.line or r.where)
+            context.report.did("kernels", f"{what} by a kernel", made[0].why, r.line or r.where)
             if kind is not None:
                 context.report.promise(Promise("kernels", r.op, "kernel", r.line or r.where))
-            claims.append(Claim(r.view, made.takes, made.gives, made.emit))
+            claims += [Claim(r.view, each.takes, each.gives, each.emit) for each in made]
         return placed(inside, claims) if claims else jaxpr
 
     def _check(self) -> None:
         for name in (*self.only, *self.blocks):
             if name not in lowering.LOWERINGS:
                 raise unknown("operation", name, lowering.LOWERINGS, "kernels.only and kernels.blocks")
-        if self.implementation not in ("jax", "tokamax"):
-            raise unknown("implementation", self.implementation, ("jax", "tokamax"), "kernels.implementation")
         try:
             re.compile(self.where)
         except re.error as error:

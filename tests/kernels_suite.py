@@ -71,7 +71,6 @@ def agree_in_shard_map(case: Case, cut: str) -> None:
         mesh=mesh,
         in_specs=specs(case.op.operands),
         out_specs=specs(case.op.results),
-        check_vma=False,  # the interpreter does not know what varies over which axis
     )
     close(jax.jit(region)(*case.args), jax.jit(case.op.plain)(*case.args), case.tolerance)
 
@@ -82,7 +81,7 @@ def compiled(chip: str, fn: Callable[..., Any], args: Sequence[Any], spec: Parti
     """
     topologies.prepare_environment()
     mesh = Mesh(np.ravel(topologies.parse(SLICES[chip]).devices()), ("x",))
-    region: Any = jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    region: Any = jax.shard_map(fn, mesh=mesh, in_specs=spec, out_specs=spec)
     laid = NamedSharding(mesh, spec)
     shaped = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=laid) for x in args]
     made = jax.jit(region).lower(*shaped).compile()

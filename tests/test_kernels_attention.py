@@ -13,10 +13,11 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from tests.kernels_suite import SLICES, Case, agree, agree_in_shard_map, agree_under_vmap, close, compiled
+from xform.errors import PlanError
 from xform.higher_order import equations
 from xform.kernels import splash
 from xform.kernels.attention import AttentionBackward, AttentionForward, attention, attention_and_lse
-from xform.kernels.blocks import Blocks, Shape, backward_sizes, forward_sizes
+from xform.kernels.blocks import Blocks
 from xform.ops import Band, operation_of
 
 CAUSAL = Band(right=0)
@@ -67,6 +68,7 @@ TABLE: dict[str, tuple[AttentionForward, dict[str, Any]]] = {
     "chunks": (forward(Band(right=0, chunk=50)), {"t": 197, "s": 197}),
     "whole chunks": (forward(Band(chunk=64)), {"t": 150, "s": 150}),
     "prefix": (forward(Band(right=0, prefix=37)), {"t": 100, "s": 100}),
+    "prefix of two blocks": (forward(Band(right=0, left=9, prefix=300), blocks=SMALL), {"t": 400, "s": 400}),
     "prefix of all": (forward(Band(right=0, prefix=500)), {"t": 100, "s": 100}),
     "offset": (forward(Band(right=0, offset=99)), {"t": 100, "s": 199}),
     "decode": (forward(Band(right=0, offset=99)), {"t": 1, "s": 150, "n": 2, "g": 3}),
@@ -122,10 +124,10 @@ def test_the_backward_kernels_compute_what_the_plain_form_does(name: str) -> Non
 MAPPED = ["segments, sinks, cap", "few queries of many heads"]
 
 
+@pytest.mark.parametrize("form", [lambda each: each, backward], ids=["forward", "backward"])
 @pytest.mark.parametrize("name", MAPPED)
-def test_under_vmap_they_agree(name: str) -> None:
-    agree_under_vmap(case(name))
-    agree_under_vmap(backward(case(name)))
+def test_under_vmap_they_agree(name: str, form: Any) -> None:
+    agree_under_vmap(form(case(name)))
 
 
 @pytest.mark.parametrize("cut", ["b", "n", "bn"])
@@ -133,6 +135,25 @@ def test_in_shard_map_they_agree(cut: str) -> None:
     both = case("segments, sinks, cap")
     agree_in_shard_map(both, cut)
     agree_in_shard_map(backward(both), cut)
+
+
+@pytest.mark.parametrize("interpret", [False, True])
+def test_in_shard_map_gradients_of_what_all_devices_share_are_summed_over_them(interpret: bool) -> None:
+    op = dataclasses.replace(TABLE["sinks"][0], interpret=interpret)
+    q, k, v, sinks = operands(op, b=2)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
+    over, same = PartitionSpec("x"), PartitionSpec()
+
+    def loss(q: Any, k: Any, v: Any, sinks: Any) -> Any:
+        k, v = (jnp.broadcast_to(x, (q.shape[0], *x.shape[1:])) for x in (k, v))
+        return jnp.sum(jnp.sin(attention(op, q, k, v, sinks=sinks)))
+
+    region: Any = jax.shard_map(
+        lambda *xs: jax.lax.psum(loss(*xs), "x"), mesh=mesh, in_specs=(over, same, over, same), out_specs=same
+    )
+    args = (q, k[:1], v, sinks)
+    got, want = (jax.jit(jax.grad(f, (0, 1, 2, 3)))(*args) for f in (region, loss))
+    close(got, want, 1e-5)
 
 
 def test_heads_of_one_key_head_may_lie_over_devices() -> None:
@@ -256,7 +277,9 @@ def test_chunks_of_any_length_start_where_they_do_up_to_a_million_positions() ->
         np.testing.assert_array_equal(np.asarray(splash._chunk_start(jnp.array([-1, -chunk]), chunk)), -chunk)
 
 
-@pytest.mark.parametrize("name", ["causal, odd", "window", "offset", "some see none, by blocks", "prefix"])
+@pytest.mark.parametrize(
+    "name", ["causal, odd", "window", "offset", "some see none, by blocks", "prefix of two blocks"]
+)
 def test_blocks_are_visited_where_a_query_sees_a_key_and_nowhere_else(name: str) -> None:
     band = TABLE[name][0].band
     t, s, bq, bkv = 500, 700, 128, 256
@@ -287,6 +310,18 @@ def test_nothing_of_the_size_of_queries_times_keys_is_in_the_program_of_long_tex
 # ---------------------------------------------------------------- on chips
 
 
+def test_blocks_that_do_not_fit_are_refused_before_anything_is_compiled() -> None:
+    q, v = (jax.ShapeDtypeStruct(x, jnp.bfloat16) for x in ((1, 1, 1, 4096, 128), (1, 1, 4096, 128)))
+    splash.check(q, v, False, "v5e", Blocks())
+    for blocks in (
+        Blocks(block_q=4096),
+        Blocks(block_q_dkv=4096, block_kv_dkv=4096),
+        Blocks(block_q_dq=4096),
+    ):
+        with pytest.raises(PlanError, match="take smaller ones"):
+            splash.check(q, v, False, "v5e", blocks)
+
+
 @pytest.mark.slow  # Mosaic compiles three forward and three backward kernels
 @pytest.mark.parametrize("chip", SLICES)
 def test_mosaic_compiles_forward_and_backward(chip: str) -> None:
@@ -315,17 +350,3 @@ def test_mosaic_compiles_forward_and_backward(chip: str) -> None:
     args = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
     _, kernels = compiled(chip, grads, args, PartitionSpec("x"))
     assert kernels == 2 + 3 + 2  # dq of 2500 keys, in three blocks, has a kernel of its own
-
-
-def test_the_backward_pass_is_one_kernel_as_long_as_keys_are_few_blocks() -> None:
-    sizes = {
-        s: backward_sizes(Shape(s, s, 128, 128, 2), "v5e", Blocks()) for s in (7, 512, 2048, 2049, 32768)
-    }
-    assert {s: x.fused for s, x in sizes.items()} == {
-        7: True,
-        512: True,
-        2048: True,
-        2049: False,
-        32768: False,
-    }
-    assert forward_sizes(Shape(2048, 2048, 128, 128, 2), "v5e", Blocks()).kv == 1024

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 from tests.spellings import LookAlike, Spelling
-from xform.raising.describe import raised
+from xform import raised
 
 OPS = {
     "attention": "attention",

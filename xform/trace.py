@@ -67,6 +67,7 @@ __all__ = [
     "trace_flat",
     "typeof",
     "without_dead",
+    "without_vma",
 ]
 
 Atom = Var | Literal
@@ -247,6 +248,11 @@ def splash() -> Any:
         SegmentIds=kernels.SegmentIds,
         MaskInfo=masks.MaskInfo,
     )
+
+
+def without_vma() -> contextlib.AbstractContextManager[Any]:
+    """Where JAX does not ask over which mesh axes values vary, which kernels of libraries do not say."""
+    return config._check_vma(False)
 
 
 # ---------------------------------------------------------------- what a replacement emits

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from xform.flops import AGAIN, terms
-from xform.higher_order import bodies, scan_parts
+from xform.higher_order import READ, bodies, scan_parts
 from xform.trace import DropVar, Jaxpr, Var, name_stack, shape_of, source_line
 
 CHECKPOINT = "remat2"
@@ -137,6 +137,6 @@ def _again(jaxpr: Jaxpr, found: Again, times: int, inside: bool) -> None:
         elif here and (terms_ := terms(eqn)):
             flops = 2.0 * math.prod(shape_of(eqn.outvars[0])) * terms_
             found.flops[flops] += times
-        for body in bodies(eqn):
+        for body in bodies(eqn) if eqn.primitive.name not in READ else ():
             turns = eqn.params["length"] if eqn.primitive.name == "scan" else 1
             _again(body, found, times * turns, here)

@@ -30,6 +30,7 @@ from xform.trace import (
     Var,
     eval_jaxpr,
     shape_of,
+    trace_flat,
     without_dead,
 )
 
@@ -121,50 +122,57 @@ class _Sinking:
     def emit(self) -> list[Value] | None:
         """The equation with its body changed; None where it stays."""
         site, eqn, p = self.site, self.site.eqn, self.site.params
-        inner = sunk(self.body)
-        if not self.chains:
-            if inner is self.body:
-                return None
-            if not inner.consts:
-                return site.bind(**{k: inner if v is self.body else v for k, v in p.items()})
         kept = [n for n in range(len(eqn.invars)) if n not in self.chains]
-        leaves = list(self.leaves)
-        values = site.values(leaves)
-        args = site.args
-
-        def run(own: Sequence[Value], given: Sequence[Value]) -> list[Value]:
-            env: dict[Var, Value] = dict(zip(leaves, given, strict=True))
-            for chain in self.chains.values():
-                _evaluate(chain, env)
-            made = iter(own)
-            xs = [
-                env[v] if n in self.chains and isinstance(v, Var) else next(made)
-                for n, v in enumerate(eqn.invars)
-            ]
-            return eval_jaxpr(inner, *xs)
-
-        def program(*xs: Value) -> list[Value]:
-            return run(xs[: len(kept)], xs[len(kept) :])
-
+        inner = self._inner(kept)
+        if inner is self.body:
+            return None
+        leaves = site.values(list(self.leaves))
+        args = [site.args[n] for n in kept]
         if site.name == "remat2":
-            again = jax.checkpoint(program, prevent_cse=p["prevent_cse"], policy=p["policy"])
-            return list(again(*(args[n] for n in kept), *values))
-        consts, carry, _ = scan_parts(eqn)
-        fixed = [args[n] for n in kept if n < consts]
+
+            def again(*xs: Value) -> list[Value]:
+                return eval_jaxpr(inner, *xs)
+
+            return list(
+                jax.checkpoint(again, prevent_cse=p["prevent_cse"], policy=p["policy"])(*args, *leaves)
+            )
+        _, carry, xs = scan_parts(eqn)
+        fixed = len(args) - carry - xs
 
         def turn(carried: Sequence[Value], x: Sequence[Value]) -> tuple[list[Value], list[Value]]:
-            outs = run([*fixed, *carried, *x], values)
+            outs = eval_jaxpr(inner, *args[:fixed], *carried, *x, *leaves)
             return outs[:carry], outs[carry:]
 
         first, rest = jax.lax.scan(
             turn,
-            list(map(jnp.asarray, args[consts : consts + carry])),
-            list(args[consts + carry :]),
+            list(map(jnp.asarray, args[fixed : fixed + carry])),
+            list(args[fixed + carry :]),
             p["length"],
             reverse=p["reverse"],
             unroll=p["unroll"],
         )
         return [*first, *rest]
+
+    def _inner(self, kept: Sequence[int]) -> Jaxpr:
+        """The body with what goes into it: of the operands that it keeps, and what the others start from."""
+        if not self.chains:
+            return sunk(self.body)
+        eqn, leaves = self.site.eqn, list(self.leaves)
+
+        def program(*xs: Value) -> list[Value]:
+            env: dict[Var, Value] = dict(zip(leaves, xs[len(kept) :], strict=True))
+            for chain in self.chains.values():
+                _evaluate(chain, env)
+            given = dict(zip(kept, xs, strict=False))
+            operands = [
+                given[n] if n in given else env[v]
+                for n, v in enumerate(eqn.invars)
+                if n in given or isinstance(v, Var)
+            ]
+            return eval_jaxpr(self.body, *operands)
+
+        avals = [self.body.invars[n].aval for n in kept] + [v.aval for v in leaves]
+        return sunk(trace_flat(program, avals, "sunk"))
 
 
 def _spreads(eqn: JaxprEqn) -> bool:

@@ -1,0 +1,178 @@
+"""Attention as splash attention: which fits, and how masks become its own.
+
+A mask by position is a `Band`; what else is hidden, padding and other segments, becomes numbers of segments.
+A query that may see no key gets afterwards what the program has for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+import jax.numpy as jnp
+import numpy as np
+
+from xform.errors import Decline, PlanError
+from xform.kernels.attention import AttentionForward, attention_and_lse
+from xform.kernels.blocks import Blocks
+from xform.kernels.lowered import Lowered, Options, value
+from xform.raising.canonical import arranged, back
+from xform.raising.meaning import Attention, Chosen, Raised, Tensor
+from xform.trace import Value, Var
+
+SOFT = -1e6
+"""A finite number that is added to the logits of unseen keys hides them from queries that see others; where
+it is larger than this, a query that sees none still tells keys apart."""
+
+
+def blocks_of(given: Mapping[str, int]) -> Blocks:
+    """Block sizes that a plan gives; PlanError for one that there is not."""
+    known = [f.name for f in dataclasses.fields(Blocks)]
+    for name in given:
+        if name not in known:
+            raise PlanError(f"kernels.blocks: attention has no {name!r}; it has {', '.join(known)}")
+    return Blocks(**given)
+
+
+def attended(r: Raised, options: Options) -> list[Lowered]:
+    """Attention by splash attention: masks by position and by segments, soft cap, grouped heads, sinks."""
+    m = r.meaning
+    assert isinstance(m, Attention)
+    masked = _Masked(m)
+    if m.bias:
+        raise Decline(f"{' and '.join(m.bias_kinds) or 'bias'} on the logits, which the kernel does not take")
+    if m.dropout:
+        raise Decline("dropout on the weights, which the kernel does not take")
+    sizes = {"n": 1, "g": 1, "t": 1, "s": 1, "d": 1, "e": 1, **r.sizes}
+    short = {"queries": sizes["t"], "keys": sizes["s"]}
+    for what, size in short.items():
+        if size < options.shortest:
+            raise Decline(f"{size} {what}, fewer than kernels.shortest = {options.shortest}")
+    batch = "".join(c for c in r.sizes if c not in "ngtsde")
+    lengths = sizes["t"], sizes["s"]
+    empty = masked.may_be_empty(*lengths)
+    if empty and m.mask.uneven:
+        raise Decline("a query that may see no key tells keys apart by what hides them")
+    if empty and m.mask.added and m.mask.filled > SOFT:
+        raise Decline(f"a query that sees no key would see all, since the mask adds only {m.mask.filled:g}")
+    assert m.mask.band is not None
+    op = AttentionForward(
+        band=m.mask.band,
+        scale=m.scale,
+        cap=m.cap,
+        sinks=m.sinks is not None,
+        complete=not empty,
+        chip=options.chip,
+        blocks=blocks_of(options.blocks),
+        interpret=options.interpret,
+    )
+    takes = [t.atom for t in masked.tensors if isinstance(t.atom, Var)]
+    if any(v not in r.view.makers and v not in r.view.jaxpr.all_invars for v in takes):
+        raise Decline("its mask is made outside of the body that it stands in")
+    if m.more:
+        raise Decline("its logits are the sum of several products")
+    assert isinstance(m.out.atom, Var)
+    out_var: Var = m.out.atom
+
+    def emit(values: Mapping[Var, Value]) -> Mapping[Var, Value]:
+        def of(tensor: Tensor, *order: str) -> Value:
+            return arranged(value(tensor, values), tensor.dims, order, sizes)
+
+        q, k, v = of(m.q, batch, *"ngtd"), of(m.k, batch, *"nsd"), of(m.v, batch, *"nse")
+        kind = jnp.result_type(q, k, v)
+        q, k, v = (x.astype(kind) for x in (q, k, v))
+        segments = masked.segments(
+            lambda tensor, letter: of(tensor, batch, letter),
+            (q.shape[0], sizes["t"]),
+            (q.shape[0], sizes["s"]),
+        )
+        sinks = None if m.sinks is None else of(m.sinks, *"ng")
+        out, lse = attention_and_lse(
+            dataclasses.replace(op, segments=bool(segments)), q, k, v, sinks, *segments
+        )
+        if empty:
+            out = masked.filled(out, lse, v)
+        out = back(out, (batch, *"ngte"), m.out.dims, sizes)
+        return {out_var: out.astype(out_var.aval.dtype)}  # type: ignore[attr-defined]
+
+    return [Lowered(tuple(dict.fromkeys(takes)), (out_var,), emit, "splash attention")]
+
+
+class _Masked:
+    """The mask of an attention as segments: queries see keys of the same one."""
+
+    def __init__(self, m: Attention) -> None:
+        self.m = m
+        if m.mask.band is None or m.mask.table:
+            raise Decline("its mask by position is no band, chunk or prefix")
+        for each in m.mask.chosen:
+            letters = set("".join(each.dims))
+            if {"t", "s"} <= letters:
+                raise Decline("its mask is data for each query and key")
+            if letters & {"n", "g"}:
+                raise Decline("its mask differs by head")
+        if len(m.mask.segments) > 1:
+            raise Decline("two kinds of segments at once")
+        self.keys = [c for c in m.mask.chosen if "t" not in "".join(c.dims)]
+        self.queries = [c for c in m.mask.chosen if "t" in "".join(c.dims)]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        m = self.m
+        pairs = [each for pair in m.mask.segments for each in pair]
+        return [m.q, m.k, m.v, *m.mask.chosen, *pairs, *([m.sinks] if m.sinks else [])]
+
+    def may_be_empty(self, queries: int, keys: int) -> bool:
+        """Whether there may be a query that sees no key."""
+        band = self.m.mask.band
+        assert band is not None
+        if self.m.sinks is not None:
+            return False  # it sees the sink
+        if self.m.mask.chosen or not band.sees_some(queries, keys):
+            return True
+        if not self.m.mask.segments:
+            return False
+        (q, k), at = self.m.mask.segments[0], np.arange(queries)
+        own = q.atom is k.atom and queries == keys
+        return not (own and bool(band.allowed(at, at).all()))
+
+    def segments(
+        self, of: Callable[[Tensor, str], Value], queries: tuple[int, int], keys: tuple[int, int]
+    ) -> tuple[Value, ...]:
+        """The segments of queries [b, t] and keys [b, s], arrays of these shapes, or nothing.
+
+        They are those of the program; what its mask leaves out is in a segment of its own.
+        """
+        if not self.m.mask.segments and not self.m.mask.chosen:
+            return ()
+        if self.m.mask.segments:
+            q, k = self.m.mask.segments[0]
+            own, others = of(q, "t").astype(jnp.int32), of(k, "s").astype(jnp.int32)
+        else:
+            own, others = jnp.zeros(queries, jnp.int32), jnp.zeros(keys, jnp.int32)
+        least = np.iinfo(np.int32).min
+        for each in self.keys:
+            others = jnp.where(_holds(each, of(each, "s")), others, least)
+        for each in self.queries:
+            own = jnp.where(_holds(each, of(each, "t")), own, least + 1)
+        return own, others
+
+    def filled(self, out: Value, lse: Value, v: Value) -> Value:
+        """The result, [b, n, g, t, e], with what the program has for queries that see no key: its logits are
+        all alike there, so that it takes the mean of the values; or they are all -inf, and so is nothing a
+        number.
+        """
+        none = jnp.isneginf(lse)[..., None]
+        if np.isneginf(self.m.mask.filled):
+            return jnp.where(none, jnp.nan, out)
+        mean = jnp.mean(v.astype(jnp.float32), axis=2).astype(out.dtype)
+        return jnp.where(none, mean[:, :, None, None, :], out)
+
+
+def _holds(chosen: Tensor, x: Value) -> Value:
+    """Where a value lets keys be seen."""
+    if not isinstance(chosen, Chosen):
+        return x != 0
+    if chosen.above is not None:
+        return x.astype(jnp.float32) * chosen.factor > chosen.above
+    return (x != 0) != chosen.negated

@@ -1,0 +1,39 @@
+"""What a lowering is told, and what it gives."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+from xform.raising.meaning import Tensor
+from xform.trace import Literal, Value, Var
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """chip: its name, by which block sizes go. interpret: there is none. shortest: see `Kernels`. blocks: in
+    place of the table's. asked: the user names the operation, so that it is lowered where it only fits.
+    devices: of the mesh.
+    """
+
+    chip: str
+    interpret: bool = False
+    shortest: int = 128
+    blocks: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    asked: bool = False
+    devices: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Lowered:
+    """`gives` follow from `takes` by `emit`; why: which kernel, and how."""
+
+    takes: Sequence[Var]
+    gives: Sequence[Var]
+    emit: Callable[[Mapping[Var, Value]], Mapping[Var, Value]]
+    why: str
+
+
+def value(tensor: Tensor, values: Mapping[Var, Value]) -> Value:
+    """The value that a tensor names."""
+    return tensor.atom.val if isinstance(tensor.atom, Literal) else values[tensor.atom]
