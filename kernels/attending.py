@@ -9,10 +9,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from xform.errors import Decline, PlanError
+from xform.kernels import splash
 from xform.kernels.attention import AttentionForward, attention_and_lse
 from xform.kernels.blocks import Blocks
 from xform.kernels.lowered import Lowered, Options, value
@@ -66,6 +68,11 @@ def attended(r: Raised, options: Options) -> list[Lowered]:
         blocks=blocks_of(options.blocks),
         interpret=options.interpret,
     )
+    kind = jnp.result_type(*(t.atom.aval.dtype for t in (m.q, m.k, m.v)))  # type: ignore[attr-defined]
+    rows = jax.ShapeDtypeStruct((1, sizes["n"], sizes["g"], sizes["t"], sizes["d"]), kind)
+    values_ = jax.ShapeDtypeStruct((1, sizes["n"], sizes["s"], sizes["e"]), kind)
+    has_segments = bool(m.mask.segments or m.mask.chosen)
+    splash.check(rows, values_, has_segments, options.chip, op.blocks)
     takes = [t.atom for t in masked.tensors if isinstance(t.atom, Var)]
     if any(v not in r.view.makers and v not in r.view.jaxpr.all_invars for v in takes):
         raise Decline("its mask is made outside of the body that it stands in")
@@ -79,7 +86,6 @@ def attended(r: Raised, options: Options) -> list[Lowered]:
             return arranged(value(tensor, values), tensor.dims, order, sizes)
 
         q, k, v = of(m.q, batch, *"ngtd"), of(m.k, batch, *"nsd"), of(m.v, batch, *"nse")
-        kind = jnp.result_type(q, k, v)
         q, k, v = (x.astype(kind) for x in (q, k, v))
         segments = masked.segments(
             lambda tensor, letter: of(tensor, batch, letter),

@@ -86,8 +86,8 @@ class CrossEntropy(_Loss):
 class CrossEntropyGradient(_Loss):
     """The operands of `CrossEntropy`, lse, dloss and dlse [t] -> the gradients of x, w and, if any, the bias.
 
-    dtype: of the gradient of w. sums: tokens may lie over devices too; the gradients of w and the bias are then
-    terms of a sum over them.
+    dtype: of the gradient of w. sums: tokens may lie over devices too; the gradients of w and the bias are
+    then terms of a sum over them.
     """
 
     dtype: str = "float32"
@@ -143,7 +143,7 @@ def cross_entropy(
     blocks: Blocks | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """x[t,d], w[d,v] or, if `form.transposed`, [v,d], labels[t] integers, bias[v] -> loss[t] and lse[t] in float32.
+    """x[t,d], w[d,v] or, if `form.transposed`, [v,d], labels[t] integers, bias[v] -> loss[t], lse[t] in float32.
 
     Products are in the dtype of x; w may be wider, and so is its gradient then, with no rounding on the way.
     `form.bias` is set by whether there is one.
@@ -179,7 +179,7 @@ _loss.defvjp(_forward, _backward)
 def refused(x: Any, w: Any) -> str:
     """Why these operands (anything with shape and dtype) are not for the kernel; "" where they are."""
     if w.dtype not in (x.dtype, jnp.float32):
-        return f"tokens are {x.dtype} and the head's weights {w.dtype}; the kernel takes the same dtype or float32"
+        return f"tokens are {x.dtype} and the weights {w.dtype}; the kernel takes the same dtype or float32"
     if str(x.dtype) not in DTYPES:
         return f"the kernel takes {' and '.join(DTYPES)}, these are {x.dtype}"
     return ""
@@ -191,8 +191,8 @@ def refused(x: Any, w: Any) -> str:
 def moved(way: str, sizes: Sizes, t: int, d: int, v: int, size: int = 2) -> float:
     """Bytes between HBM and VMEM of a pass ("forward", "backward") over numbers of `size` bytes.
 
-    Forward the weights are read for each block of tokens. Backward each block of the vocabulary reads the tokens
-    and their transpose, and their gradient in float32 is read and written.
+    Forward the weights are read for each block of tokens. Backward each block of the vocabulary reads the
+    tokens and their transpose, and their gradient in float32 is read and written.
     """
     if way == "forward":
         return size * d * (t + v * -(-t // sizes.t))

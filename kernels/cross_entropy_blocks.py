@@ -1,8 +1,8 @@
 """Sizes of the blocks in which the loss of a vocabulary is computed, by chip and shape, checked to fit.
 
 Forward, each byte of the weights is read once for a block of tokens: the longer that is, the fewer bytes.
-Backward, each vector of a token is read, and its gradient read and written in float32, once for a block of the
-vocabulary. So long blocks of the one that stays, and short ones of the one that passes by.
+Backward, each vector of a token is read, and its gradient read and written in float32, once for a block of
+the vocabulary. So long blocks of the one that stays, and short ones of the one that passes by.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Blocks:
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """vmem: bytes that a kernel may ask for. blocks: the longest. cores: that share a device, each with its own
-    VMEM. flops, bandwidth: of a device, a second.
+    """vmem: bytes that a kernel may ask for. blocks: the longest. cores: of a device, each with its own VMEM.
+    flops, bandwidth: of a device, a second.
     """
 
     vmem: int
@@ -43,7 +43,7 @@ class Chip:
 
 CHIPS = {
     "v5e": Chip(100 * MIB, Blocks(512, 1280, 256, 1280), 1, 197e12, 819e9),
-    "v5p": Chip(56 * MIB, Blocks(512, 640, 256, 640), 2, 459e12, 2765e9),
+    "v5p": Chip(60 * MIB, Blocks(512, 640, 256, 640), 2, 459e12, 2765e9),
     "v6e": Chip(100 * MIB, Blocks(1024, 640, 256, 1280), 1, 918e12, 1638e9),
 }
 OTHER = "v5e"
@@ -70,24 +70,24 @@ def forward_bytes(bt: int, bv: int, d: int, size: int) -> int:
 
 
 def backward_bytes(bt: int, bv: int, d: int, size: int) -> int:
-    """Bytes of VMEM: x, its transpose and w twice, the gradient of w twice and a sum in float32 or, in float32,
-    twice without; the gradient of x, twice and once more, columns, the logits.
+    """Bytes of VMEM: x, its transpose and w twice; the gradient of w, twice and a sum in float32, or twice in
+    float32; the gradient of x, twice and once more, columns, the logits.
     """
     weights = 2 * size + max(2 * size + 4, 8)
     return d * bt * (4 * size + 12) + d * bv * weights + 8 * 4 * bt * LANES + 8 * bt * bv
 
 
 def sizes_of(chip: str, way: str, t: int, d: int, v: int, size: int, asked: Blocks) -> Sizes:
-    """Block sizes of a pass ("forward", "backward") for t tokens, d, a vocabulary of v and numbers of `size` bytes.
+    """Blocks of a pass ("forward", "backward") for t tokens, d, a vocabulary of v and numbers of `size` bytes.
 
-    Those of the table, no longer than the operands; of at least half that many the largest number that divides
-    them. They are halved until they fit; PlanError where those asked for don't.
+    Those of the table, no longer than the operands; of at least half that many the largest number that
+    divides them. They are halved until they fit; PlanError where those asked for don't.
     """
     row, count = chip_of(chip), forward_bytes if way == "forward" else backward_bytes
     back = way == "backward"
     wanted = (asked.back_t, asked.back_v) if back else (asked.t, asked.v)
     longest = (row.blocks.back_t, row.blocks.back_v) if back else (row.blocks.t, row.blocks.v)
-    rows = 32 // size
+    rows = LANES if back else 32 // size  # backward they are lanes too, of the transpose
     if wanted[0] % rows or wanted[1] % LANES:
         raise PlanError(
             f"blocks of {wanted} (tokens, vocabulary): multiples of {rows} and {LANES} are allowed"
@@ -102,8 +102,8 @@ def sizes_of(chip: str, way: str, t: int, d: int, v: int, size: int, asked: Bloc
         can_v, can_t = not wanted[1] and bv > LANES, not wanted[0] and bt > rows
         if not (can_v or can_t):
             raise PlanError(
-                f"blocks of {own[0]} tokens and {own[1]} of the vocabulary, {way}, take {taken / MIB:.1f} MiB of VMEM; "
-                f"a kernel on {chip} may have {(row.vmem - SPARE) / MIB:.0f}: make them smaller"
+                f"blocks of {own[0]} tokens and {own[1]} of the vocabulary, {way}, take {taken / MIB:.1f} MiB "
+                f"of VMEM; a kernel on {chip} may have {(row.vmem - SPARE) / MIB:.0f}: make them smaller"
             )
         if can_v and (bv >= bt or not can_t):
             bv = _up(bv // 2, LANES)

@@ -1,8 +1,8 @@
 """From what a program means to the operation that computes it: for each kind, where a kernel fits and pays.
 
-A row of `LOWERINGS` takes a raised operation and gives what stands in its place (`Lowered`), or raises Decline
-with what keeps it from a kernel. Values come in whatever layout the program had; they are arranged as the
-operation takes them, and its results back.
+A row of `LOWERINGS` takes a raised operation and gives what stands in its place (`Lowered`), or raises
+Decline with what keeps it from a kernel. Values come in whatever layout the program had; they are arranged as
+the operation takes them, and its results back.
 """
 
 from __future__ import annotations
@@ -127,7 +127,10 @@ def entropied(r: Raised, options: Options) -> list[Lowered]:
             raise Decline(why)
     if why := losses.refused(m.x.atom.aval, m.w.atom.aval):
         raise Decline(why)
-    size = m.x.atom.aval.dtype.itemsize  # type: ignore[attr-defined]
+    eqns = [r.view.eqns[n] for n in r.numbers]
+    dots = [eqn.invars[0].aval.dtype for eqn in eqns if eqn.primitive.name == "dot_general"]  # type: ignore[attr-defined]
+    kind = jnp.result_type(m.x.atom.aval.dtype, *dots)  # type: ignore[attr-defined]
+    size = kind.itemsize
     if not (options.asked or losses.pays(options.chip, t, d, v, size, "plain")):
         raise Decline(
             "whole logits take less time: the kernel computes them twice (kernels.only asks for it)"
@@ -140,7 +143,7 @@ def entropied(r: Raised, options: Options) -> list[Lowered]:
     tensors = [m.x.atom, m.w.atom, m.labels.atom, *([] if m.bias is None else [m.bias])]
 
     def emit(values: Mapping[Var, Value]) -> Mapping[Var, Value]:
-        x = arranged(value(m.x, values), m.x.dims, (tokens, "d"), r.sizes)
+        x = arranged(value(m.x, values), m.x.dims, (tokens, "d"), r.sizes).astype(kind)
         w = arranged(value(m.w, values), m.w.dims, ("v", "d") if turned else ("d", "v"), r.sizes)
         labels = arranged(value(m.labels, values), m.labels.dims, (tokens,), r.sizes).astype(jnp.int32)
         bias = None if m.bias is None else value(Tensor(m.bias, ("v",)), values)

@@ -2,7 +2,7 @@
 
     s = dot_general q k                       o, lse = operation[attention causal] q k v
     p = softmax s, masked              ->     and backward:
-    o = dot_general p v                       dq, dk, dv = operation[attention_backward] q k v o lse do
+    o = dot_general p v                       dq, dk, dv = operation[attention_backward] q k v lse ...
 
 `xform.raising` says what the program means, `xform.kernels` has the operations; this puts one in the place of
 the other, before autodiff. An operation says in plain JAX what it computes, which all other passes read, and

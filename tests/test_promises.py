@@ -163,7 +163,8 @@ def test_an_operation_that_was_to_be_a_kernel_has_to_be_one(runs: int) -> None:
     promises = [Promise("kernels", "attention", "kernel", f"model.py:{line}") for line in (3, 5)]
     module = hlo.parse("HloModule m\n\nENTRY %main () -> f32[] {\n  ROOT %x = f32[] constant(1)\n}\n")
     found = list(broken(jax.make_jaxpr(lambda x: x)(1.0), promises, module, costs, {}, 1))
-    says = f"  kernels of attention (model.py:3), attention (model.py:5): {runs} run: something else computes the others"
+    both = "attention (model.py:3), attention (model.py:5)"
+    says = f"  kernels of {both}: {runs} run: something else computes the others"
     assert found == ([] if runs == 2 else [says])
 
 

@@ -271,6 +271,7 @@ def kind_of(device: Any) -> Kind | None:
     word = str(device.device_kind).lower().removeprefix("tpu").replace(" ", "")
     return next((k for k in KINDS if word in (k.name, *k.aliases, k.name.removeprefix("tpu"))), None)
 
+
 def prepare_environment() -> None:
     """Set what libtpu reads when it loads, so that a user sets nothing and sees no noise; what is set stays.
 

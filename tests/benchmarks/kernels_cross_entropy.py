@@ -2,9 +2,9 @@
 
     python -m tests.benchmarks.kernels_cross_entropy [--tokens COUNT ...] [--embed D] [--vocab V] [CHIP ...]
 
-Compiles loss and gradients for one chip. Of each kernel: scheduled bundles a block, beside the cycles that its
-products take at peak; of those bundles, the share in which the matrix units are given work; milliseconds, by
-the larger of bundles and HBM traffic. Of each program: temp memory, and milliseconds by the compiler's
+Compiles loss and gradients for one chip. Of each kernel: scheduled bundles a block, beside the cycles that
+its products take at peak; of those bundles, the share of the slots for products that are taken; milliseconds,
+by the larger of bundles and HBM traffic. Of each program: temp memory, and milliseconds by the compiler's
 estimated cycles, to which those of the kernels are to be added. Last, the estimates that `pays` goes by.
 """
 
@@ -121,7 +121,7 @@ def told(
 def compiled(
     topology: Any, loss: Callable[..., Any], passes: tuple[Any, ...], shape: tuple[int, int, int]
 ) -> Any:
-    """Loss and gradients for one chip, of bfloat16 vectors and float32 weights that are multiplied in bfloat16."""
+    """Loss and gradients for one chip, of bfloat16 vectors and float32 weights, multiplied in bfloat16."""
     t, d, v = shape
     tokens = (t // LENGTH, LENGTH)
     x, labels = jax.ShapeDtypeStruct((*tokens, d), jnp.bfloat16), jax.ShapeDtypeStruct(tokens, jnp.int32)

@@ -11,7 +11,9 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Spelling:
-    """A program `fn(*args)`; `count` times the operation, whose entry in `xform.raised` has what `expect` says."""
+    """A program `fn(*args)`; `count` times the operation, whose entry in `xform.raised` has what `expect`
+    says.
+    """
 
     fn: Callable[..., Any]
     args: tuple[Any, ...]

@@ -42,7 +42,9 @@ def _bilinear(left: State, right: State) -> State:
 
 
 def operation(case: Case) -> Outcome:
-    """A high-level operation treats rows along some of its dimensions each alone; it is made anew for fewer."""
+    """A high-level operation treats rows along some of its dimensions each alone; it is made anew for
+    fewer.
+    """
     op = operation_of(case.eqn)
     assert op is not None
     at = {(op.operands[k][s.dim], s.inner) for k, s in enumerate(case.states) if s.is_rows}

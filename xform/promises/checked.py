@@ -196,7 +196,9 @@ def _recomputed(
 
 
 def _kernels(promises: Sequence[Promise], costs: Costs) -> Iterator[str]:
-    """Whether there is a kernel for each operation that was to be one; a loop's stands once, and runs often."""
+    """Whether there is a kernel for each operation that was to be one; a loop's stands once, and runs
+    often.
+    """
     there = sum(kernel.count for kernel in costs.kernels.values())
     if there < len(promises):
         names = ", ".join(dict.fromkeys(f"{p.tensor} ({p.where})" if p.where else p.tensor for p in promises))

@@ -1,0 +1,116 @@
+"""Every spelling that becomes an operation computes what it did: values and gradients, by the plain form."""
+
+import importlib
+import importlib.util
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.spellings import Spelling
+from xform.errors import Decline
+from xform.higher_order import equations
+from xform.kernels.lowering import LOWERINGS, Options
+from xform.ops import operation_of
+from xform.raising.finding import find
+from xform.raising.placing import Claim, placed
+from xform.raising.sinking import sunk
+from xform.trace import Jaxpr, eval_jaxpr
+
+OPS = {
+    "attention": "attention",
+    "losses": "cross_entropy",
+    "experts": "experts",
+    "recurrences": "linear_recurrence",
+}
+"""The operation that the spellings of each module are of."""
+
+CASES = [
+    pytest.param(op, spelling, number, id=f"{module}-{name}")
+    for module, op in OPS.items()
+    if importlib.util.find_spec(f"tests.spellings.{module}") is not None
+    for number, (name, spelling) in enumerate(
+        importlib.import_module(f"tests.spellings.{module}").SPELLINGS.items()
+    )
+]
+
+TOLERANCE = {"float32": 2e-5, "bfloat16": 4e-2, "float16": 6e-3}
+"""Of a value's largest element; in narrow types the program rounds in between, the operation does not."""
+
+
+def replaced(jaxpr: Jaxpr, op: str) -> tuple[Jaxpr, list[str]]:
+    """The program with all operations of a kind lowered, and why some are not."""
+    inside, claims, reasons = sunk(jaxpr), [], []
+    for r in find(inside, op).raised:
+        try:
+            made = LOWERINGS[op](r, Options("v5e", shortest=1, asked=True))
+            claims += [Claim(r.view, each.takes, each.gives, each.emit) for each in made]
+        except Decline as why:
+            reasons.append(str(why))
+    return placed(inside, claims), reasons
+
+
+def value(x: Any, seed: int) -> Any:
+    """An argument: as it is, or made up where it is a shape; numbers of labels are small."""
+    rng = np.random.default_rng(seed)
+    if not isinstance(x, jax.ShapeDtypeStruct):
+        return jnp.asarray(x)
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        return jnp.asarray(rng.integers(0, 2, x.shape), x.dtype)
+    return jnp.asarray(rng.normal(size=x.shape), x.dtype)
+
+
+def agree(got: Any, want: Any, narrow: float = 0.0, least: float = 1e-6) -> None:
+    """narrow: the tolerance of the narrowest type that it computes in; least: what counts as large."""
+    for a, b in zip(got, want, strict=True):
+        a, b = np.asarray(a), np.asarray(b)
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        if a.dtype.kind in "biu":
+            np.testing.assert_array_equal(a, b)
+            continue
+        a, b = a.astype(np.float64), b.astype(np.float64)
+        size = np.max(np.abs(b[np.isfinite(b)]), initial=least)
+        np.testing.assert_allclose(a, b, rtol=0, atol=max(TOLERANCE["float32"], narrow) * size)
+
+
+@pytest.mark.parametrize(("op", "spelling", "number"), CASES)
+def test_a_lowered_spelling_computes_the_same(op: str, spelling: Spelling, number: int) -> None:
+    def flat(*xs: Any) -> Any:
+        return jax.tree.leaves(spelling.fn(*jax.tree.unflatten(tree, xs)))
+
+    leaves, tree = jax.tree.flatten(spelling.args)
+    jaxpr = jax.make_jaxpr(flat)(*leaves)
+    new, reasons = replaced(jaxpr, op)
+    lowered = [e for e in equations(new) if operation_of(e) is not None]
+    if not lowered:
+        assert reasons, "it is neither lowered nor is there a reason"
+        return
+    types = {str(v.aval.dtype) for eqn in equations(jaxpr) for v in eqn.outvars if hasattr(v.aval, "dtype")}
+    narrow = max((TOLERANCE[t] for t in types if t in TOLERANCE), default=0.0)
+    values = [value(x, i) for i, x in enumerate(leaves)]
+    agree(eval_jaxpr(new, *values), eval_jaxpr(jaxpr, *values), narrow)
+    if number % 4 or "while" in {eqn.primitive.name for eqn in equations(jaxpr)}:
+        return  # every fourth is differentiated as well, for the time it takes
+    floats = [i for i, x in enumerate(values) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+    def loss(program: Jaxpr, chosen: Any) -> Any:
+        given = dict(zip(floats, chosen, strict=True))
+        outs = eval_jaxpr(program, *(given.get(i, x) for i, x in enumerate(values)))
+        real = [y for y in outs if jnp.issubdtype(y.dtype, jnp.floating)]
+        return sum(jnp.sum(jnp.sin(jnp.where(jnp.isfinite(y), y, 0).astype(jnp.float32))) for y in real)
+
+    got, want = (jax.grad(loss, 1)(program, [values[i] for i in floats]) for program in (new, jaxpr))
+    # A gradient that is zero but for rounding is so in both.
+    agree(got, want, 4 * narrow, max(float(jnp.max(jnp.abs(g.astype(jnp.float32)), initial=0)) for g in want))
+
+
+def test_most_spellings_of_attention_become_an_operation() -> None:
+    """The others have a bias, dropout, or a mask of data for each query and key."""
+    count = sum(
+        any(operation_of(e) is not None for e in equations(replaced(jax.make_jaxpr(s.fn)(*s.args), op)[0]))
+        for op, s, _ in (case.values for case in CASES)
+        if op == "attention"
+    )
+    assert count >= 0.7 * sum(case.values[0] == "attention" for case in CASES)
