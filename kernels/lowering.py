@@ -128,7 +128,7 @@ def entropied(r: Raised, options: Options) -> list[Lowered]:
     if why := losses.refused(m.x.atom.aval, m.w.atom.aval):
         raise Decline(why)
     eqns = [r.view.eqns[n] for n in r.numbers]
-    dots = [eqn.invars[0].aval.dtype for eqn in eqns if eqn.primitive.name == "dot_general"]  # type: ignore[attr-defined]
+    dots = [v.aval.dtype for eqn in eqns if eqn.primitive.name == "dot_general" for v in eqn.invars]  # type: ignore[attr-defined]
     kind = jnp.result_type(m.x.atom.aval.dtype, *dots)  # type: ignore[attr-defined]
     size = kind.itemsize
     if not (options.asked or losses.pays(options.chip, t, d, v, size, "plain")):

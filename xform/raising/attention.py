@@ -14,6 +14,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
 
 from xform.axes.factors import Shape
 from xform.raising.flat import View, size
@@ -21,7 +24,7 @@ from xform.raising.lettering import Setting, letters
 from xform.raising.logits import FAR, Added, Logits, Miss, Part, Selected, Tracer
 from xform.raising.meaning import Attention, Near, Raised, Tensor
 from xform.raising.operands import Operand, Source, operand
-from xform.raising.points import Unknown
+from xform.raising.points import Points, Unknown, depends, random_inputs
 from xform.raising.probing import Claim, Factor, Probe, product_holds
 from xform.raising.projections import projected
 from xform.raising.reading import Reading, Space
@@ -366,6 +369,9 @@ class _Candidate:
             raise Miss(f"its weights are scaled by {scale:g}", at)
         for x in (*chosen_q, *chosen_k, chosen_v):
             self._check_groups(x, named, at)
+        for x in chosen_k:
+            self._check_sharing(x, chosen_v, named, at)
+            self._check_tiles(x, named, at)
         pairs = [
             (self._tensor(a.atom, a.dims, named), self._tensor(b.atom, b.dims, named))
             for a, b in zip(chosen_q, chosen_k, strict=True)
@@ -431,6 +437,40 @@ class _Candidate:
             joined = "".join(named.get(leaf, "") for leaf in self.space.leaves(dim))
             if "g" in joined and "n" in joined and joined.index("g") < joined.index("n"):
                 raise Miss("query heads share key heads by h % n, as tiled, not by h // g, as repeated", at)
+
+    def _check_sharing(self, k: Source, v: Source, named: dict[int, str], at: int) -> None:
+        """That keys and values are of the same rows of the batch, and values more than one number each."""
+        own = [{named[leaf] for leaf in self.space.all(x.dims)} - set("ngtsde") for x in (k, v)]
+        if own[0] != own[1]:
+            what = "keys" if own[0] - own[1] else "values"
+            raise Miss(f"its {what} differ by row of the batch, or by query, and the others do not", at)
+        if "e" not in {named[leaf] for leaf in self.space.all(v.dims)} and all(map(len, v.dims)):
+            raise Miss("its values have no dimension of their own", at)
+
+    def _check_tiles(self, x: Source, named: dict[int, str], at: int) -> None:
+        """That no key head is another one again, further on: heads that are tiled."""
+        heads = [leaf for leaf in self.space.all(x.dims) if named[leaf] == "n"]
+        if not heads or not isinstance(x.atom, Var) or (size_ := self.space.size(heads[0])) < 2:
+            return
+        inputs = [v for v in depends(self.view, x.atom) if isinstance(v, Var)]
+        points = Points(self.view, random_inputs(inputs, 3), wide=True)
+        others = {leaf: self.space.size(leaf) // 2 for leaf in self.space.all(x.dims)}
+        try:
+            values = points.at(x.atom, self._at(x, {**others, heads[0]: np.arange(size_)})).ravel()
+        except Unknown:
+            return
+        for period in (p for p in range(1, size_) if size_ % p == 0):
+            if np.array_equal(values, np.tile(values[:period], size_ // period)) and period > 1:
+                raise Miss("query heads share key heads by h % n, as tiled, not by h // g, as repeated", at)
+
+    def _at(self, x: Source, at: dict[int, Any]) -> tuple[Any, ...]:
+        found = []
+        for dim in x.dims:
+            linear: Any = 0
+            for leaf in self.space.leaves(dim):
+                linear = linear * self.space.size(leaf) + at[leaf]
+            found.append(np.asarray(linear))
+        return tuple(found)
 
     def _is_cross(
         self, q: Operand, k: Operand, named: dict[int, str], kinds: tuple[str, ...], parts: list[Part]

@@ -110,7 +110,8 @@ class Probe:
         total = e.sum(axis=1, keepdims=True)
         if claim.sink is not None:
             total = total + np.exp(points.at(claim.sink.atom, self.index(claim.sink.dims)) - top)
-        w = e / total
+        with np.errstate(invalid="ignore"):  # rows that see no key
+            w = e / total
         for factor in claim.after:
             value = points.at(factor.atom, self.index(factor.dims))
             w = w * (value if factor.seen is None else value == factor.seen)
