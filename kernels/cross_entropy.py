@@ -143,7 +143,8 @@ def cross_entropy(
     blocks: Blocks | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """x[t,d], w[d,v] or, if `form.transposed`, [v,d], labels[t] integers, bias[v] -> loss[t], lse[t] in float32.
+    """x[t,d], w[d,v] or, if `form.transposed`, [v,d], labels[t] integers, bias[v] -> loss[t], lse[t] in
+    float32.
 
     Products are in the dtype of x; w may be wider, and so is its gradient then, with no rounding on the way.
     `form.bias` is set by whether there is one.

@@ -78,7 +78,8 @@ def backward_bytes(bt: int, bv: int, d: int, size: int) -> int:
 
 
 def sizes_of(chip: str, way: str, t: int, d: int, v: int, size: int, asked: Blocks) -> Sizes:
-    """Blocks of a pass ("forward", "backward") for t tokens, d, a vocabulary of v and numbers of `size` bytes.
+    """Blocks of a pass ("forward", "backward") for t tokens, d, a vocabulary of v and numbers of `size`
+    bytes.
 
     Those of the table, no longer than the operands; of at least half that many the largest number that
     divides them. They are halved until they fit; PlanError where those asked for don't.
@@ -102,8 +103,9 @@ def sizes_of(chip: str, way: str, t: int, d: int, v: int, size: int, asked: Bloc
         can_v, can_t = not wanted[1] and bv > LANES, not wanted[0] and bt > rows
         if not (can_v or can_t):
             raise PlanError(
-                f"blocks of {own[0]} tokens and {own[1]} of the vocabulary, {way}, take {taken / MIB:.1f} MiB "
-                f"of VMEM; a kernel on {chip} may have {(row.vmem - SPARE) / MIB:.0f}: make them smaller"
+                f"blocks of {own[0]} tokens and {own[1]} of the vocabulary, {way}, take"
+                f" {taken / MIB:.1f} MiB of VMEM;"
+                f" a kernel on {chip} may have {(row.vmem - SPARE) / MIB:.0f}: make them smaller"
             )
         if can_v and (bv >= bt or not can_t):
             bv = _up(bv // 2, LANES)

@@ -1,4 +1,5 @@
-"""The loss of a vocabulary from the tokens' vectors and a head's weights, in Pallas: no logit leaves the chip.
+"""The loss of a vocabulary from the tokens' vectors and a head's weights, in Pallas: no logit leaves the
+chip.
 
 Forward: a block of tokens stays, the weights pass by a block of the vocabulary at a time. Each lane of a row
 keeps a maximum, a sum of exponentials relative to it, and the logit of the label if it met it; at the end the
@@ -6,9 +7,9 @@ lanes of a row are taken together (the online softmax of Milakov and Gimelshein,
 
 Backward: a block of the vocabulary stays, the tokens pass by. The logits are made again, once: their gradient
 g = p (dloss + dlse) - [label] dloss serves the gradients of both operands. That of the weights is added up in
-VMEM and written once. That of the tokens is added up in float32 in HBM: a block is fetched while the logits are
-made, and sent back while the next ones are. Where a chip has two cores, each takes half of the vocabulary, and
-the sum of both is left to the caller.
+VMEM and written once. That of the tokens is added up in float32 in HBM: a block is fetched while the logits
+are made, and sent back while the next ones are. Where a chip has two cores, each takes half of the
+vocabulary, and the sum of both is left to the caller.
 """
 
 from __future__ import annotations

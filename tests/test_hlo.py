@@ -58,11 +58,11 @@ def test_a_constant_over_several_lines_is_one_instruction():
 
 
 def test_what_a_kernel_says_of_itself_may_go_over_several_lines() -> None:
-    said = '''  %kernel.1 = f32[3,5]{1,0} custom-call(%x), custom_call_target="tpu_custom_call", \\
+    said = """  %kernel.1 = f32[3,5]{1,0} custom-call(%x), custom_call_target="tpu_custom_call", \\
 frontend_attributes={kernel_metadata={
 "xprof_metadata":"{\\"block_q\\": 512}"
 }}, metadata={op_name="jit(f)/attention"}
-'''.replace("\\\n", "")
+""".replace("\\\n", "")
     main = hlo.parse(TEXT.replace("  %one = ", said + "  %one = ")).entry
     kernel = main.instructions["kernel.1"]
     assert (kernel.target, kernel.op_name) == ("tpu_custom_call", "jit(f)/attention")

@@ -210,7 +210,9 @@ def gated_delta_normed_in_the_step(q, k, v, g, beta, w):
     def step(state, x):
         q, k, v, g, beta = x
         state = jnp.exp(g)[..., None, None] * state
-        state = state + jnp.einsum("bhd,bhe->bhde", k, beta[..., None] * (v - jnp.einsum("bhde,bhd->bhe", state, k)))
+        state = state + jnp.einsum(
+            "bhd,bhe->bhde", k, beta[..., None] * (v - jnp.einsum("bhde,bhd->bhe", state, k))
+        )
         o = jnp.einsum("bhde,bhd->bhe", state, q)
         return state, o * jax.lax.rsqrt((o * o).mean(-1, keepdims=True) + 1e-6) * w
 
@@ -314,7 +316,9 @@ def retention_in_chunks(q, k, v, g, beta):
         scores = jnp.einsum("bhid,bhjd->bhij", q, k) * within
         out = scores @ v + (q * jnp.exp(total)[..., None]) @ state
         last = total[..., -1:]
-        state = jnp.exp(last)[..., None] * state + jnp.swapaxes(k * jnp.exp(last - total)[..., None], -1, -2) @ v
+        state = (
+            jnp.exp(last)[..., None] * state + jnp.swapaxes(k * jnp.exp(last - total)[..., None], -1, -2) @ v
+        )
         return state, out
 
     xs = tuple(jnp.moveaxis(x, 2, 0) for x in (q, k, v, total, within))
@@ -413,7 +417,9 @@ _FLAT = (*ONE, _unit(T))
 SPELLINGS: dict[str, Spelling] = {
     "gla": Spelling(gla, (*HEADS, _log(B, T, H, D)), {"kind": "gla"}),
     "gla_with_a_factor_and_products_by_einsum": Spelling(
-        gla_with_a_factor_and_products_by_einsum, (*TIME_FIRST, _unit(T, B, H, D)), {"kind": "gla", "scale": D**-0.5}
+        gla_with_a_factor_and_products_by_einsum,
+        (*TIME_FIRST, _unit(T, B, H, D)),
+        {"kind": "gla", "scale": D**-0.5},
     ),
     "gla_of_one_head_vmapped": Spelling(gla_of_one_head_vmapped, (*HEADS, _log(B, T, H, D)), {"kind": "gla"}),
     "gates_are_made_in_the_step": Spelling(
@@ -463,16 +469,22 @@ SPELLINGS: dict[str, Spelling] = {
     "heads_folded_into_batch_and_rematerialised": Spelling(
         heads_folded_into_batch_and_rematerialised, (*HEADS, _LOG, _BETA), {"kind": "gated_delta"}
     ),
-    "retention_in_chunks": Spelling(retention_in_chunks, _chunked_args(1, 3), {"kind": "retention", "chunk": C}),
+    "retention_in_chunks": Spelling(
+        retention_in_chunks, _chunked_args(1, 3), {"kind": "retention", "chunk": C}
+    ),
     "gla_in_chunks": Spelling(gla_in_chunks, _chunked_args(2, 4), {"kind": "gla", "chunk": C}),
     "gated_delta_in_chunks_by_rows": Spelling(
         _gated_delta_in_chunks, _chunked_args(3, 3), {"kind": "gated_delta", "chunk": C}
     ),
     "gated_delta_in_chunks_by_a_solve": Spelling(
-        functools.partial(_gated_delta_in_chunks, by="solve"), _chunked_args(4, 3), {"kind": "gated_delta", "chunk": C}
+        functools.partial(_gated_delta_in_chunks, by="solve"),
+        _chunked_args(4, 3),
+        {"kind": "gated_delta", "chunk": C},
     ),
     "gated_delta_in_chunks_by_doubling": Spelling(
-        functools.partial(_gated_delta_in_chunks, by="doubling"), _chunked_args(5, 3), {"kind": "gated_delta", "chunk": C}
+        functools.partial(_gated_delta_in_chunks, by="doubling"),
+        _chunked_args(5, 3),
+        {"kind": "gated_delta", "chunk": C},
     ),
     "kda_in_chunks": Spelling(_kda_in_chunks, _chunked_args(6, 4), {"kind": "kda", "chunk": C}),
 }
@@ -594,7 +606,9 @@ def chunk_without_its_own_tokens(q, k, v, g, beta):
         q, k, v, total = x
         last = total[..., -1:]
         out = (q * jnp.exp(total)[..., None]) @ state
-        return jnp.exp(last)[..., None] * state + jnp.swapaxes(k * jnp.exp(last - total)[..., None], -1, -2) @ v, out
+        return jnp.exp(last)[..., None] * state + jnp.swapaxes(
+            k * jnp.exp(last - total)[..., None], -1, -2
+        ) @ v, out
 
     xs = tuple(jnp.moveaxis(x, 2, 0) for x in (q, k, v, total))
     return jax.lax.scan(turn, jnp.zeros((2, 3, D, E)), xs)
@@ -632,7 +646,9 @@ LOOKALIKES: dict[str, LookAlike] = {
     "momentum_of_gradients": LookAlike(momentum, (_a(D, E), _a(T, D), _a(T, E))),
     "key_value_cache": LookAlike(cache, ONE),
     "keys_of_the_last_output": LookAlike(
-        keys_of_the_last_output, (_a(T, E), {"k": _a(E, D), "v": _a(E, E), "q": _a(E, D)}), "depend on what the loop"
+        keys_of_the_last_output,
+        (_a(T, E), {"k": _a(E, D), "v": _a(E, E), "q": _a(E, D)}),
+        "depend on what the loop",
     ),
     "all_states_are_returned": LookAlike(all_states, ONE, "states"),
     "state_through_tanh": _changed(lambda s, k, v, a, beta: jnp.tanh(a * s + jnp.outer(k, v))),
@@ -650,9 +666,7 @@ LOOKALIKES: dict[str, LookAlike] = {
         lambda s, k, v, a, beta, by: by[:, None] * s + beta * jnp.outer(k, v - k @ s),
         _unit(D),
     ),
-    "decay_of_keys_and_values": _near(
-        "", lambda s, k, v, a, beta, by: by * s + jnp.outer(k, v), _unit(D, E)
-    ),
+    "decay_of_keys_and_values": _near("", lambda s, k, v, a, beta, by: by * s + jnp.outer(k, v), _unit(D, E)),
     "two_outer_products": _near(
         "more is added", lambda s, k, v, a, beta: a * s + jnp.outer(k, v) + jnp.outer(jnp.tanh(k), v * v)
     ),
@@ -666,7 +680,9 @@ LOOKALIKES: dict[str, LookAlike] = {
         "more than once", _delta_rule, read=lambda s, new, q, k, v: (q @ new, jnp.tanh(q) @ new)
     ),
     "read_squared": _near("", _delta_rule, read=lambda s, new, q, k, v: q @ (new * new)),
-    "read_through_a_norm": _near("", _delta_rule, read=lambda s, new, q, k, v: q @ (new / jnp.abs(new).max())),
+    "read_through_a_norm": _near(
+        "", _delta_rule, read=lambda s, new, q, k, v: q @ (new / jnp.abs(new).max())
+    ),
     "its_error_is_returned": _near(
         "elsewhere|before its update", _delta_rule, read=lambda s, new, q, k, v: (q @ new, v - k @ s)
     ),

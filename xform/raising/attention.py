@@ -1,6 +1,7 @@
 """Attention: softmax over keys of the products of queries and keys, times values, however it is written.
 
-    s = einsum("bthd,bshd->bhts", q * 0.25, repeat(k)) ; p = softmax(where(m, s, -1e9)) ; einsum("bhts,bshe->bthe", p, v)
+    s = einsum("bthd,bshd->bhts", q * 0.25, repeat(k)) ; p = softmax(where(m, s, -1e9)) ;
+    einsum("bhts,bshe->bthe", p, v)
         ->    Attention(q, k, v, scale=0.25, mask=causal)
 
 An exponential is followed forward to a product with values (`softmax`) and back to the products whose results
@@ -79,7 +80,9 @@ class _Candidate:
         return self._assembled(mixing, logits)
 
     def _mixing(self) -> Mixing | None:
-        """The product with values; that which sums over what is not summed over before, where there are several."""
+        """The product with values; that which sums over what is not summed over before, where there are
+        several.
+        """
         found = list(mixings(self.reading, self.space, self.start, self.dims))
         found = [m for m in found if self._keys(m)]
         if not found:
@@ -108,7 +111,7 @@ class _Candidate:
         v = mixing.values
         rows = frozenset(self.space.all(parts[0].dims) - {s})
         self._check_dims(parts, q, k, v, rows, s, mixing)
-        terms, dropped = self._terms(logits, added, made, s)
+        terms, _ = self._terms(logits, added, made, s)
         sink = self._sink(logits, mixing, total, made)
         masks, weighing, scale = self._after(mixing, s)
         setting = Setting(
@@ -124,7 +127,19 @@ class _Candidate:
         )
         named = letters(self.reading, self.space, setting)
         return self._verified(
-            mixing, parts, logits, terms, masks, weighing, scale, sink, (q, k, v), (out, out_dims), rows, s, named
+            mixing,
+            parts,
+            logits,
+            terms,
+            masks,
+            weighing,
+            scale,
+            sink,
+            (q, k, v),
+            (out, out_dims),
+            rows,
+            s,
+            named,
         )
 
     def _parts(self, logits: Logits, keys: set[int]) -> tuple[list[Part], list[Added]]:
@@ -214,14 +229,19 @@ class _Candidate:
         pairs = zip(dims, self.reading.varies(atom), strict=True)
         return frozenset(leaf for dim, changes in pairs if changes for leaf in self.space.leaves(dim))
 
-    def _terms(self, logits: Logits, added: list[Added], made: set[Var], s: int) -> tuple[list[Term], list[Added]]:
+    def _terms(
+        self, logits: Logits, added: list[Added], made: set[Var], s: int
+    ) -> tuple[list[Term], list[Added]]:
         terms: list[Term] = []
         dropped: list[Added] = []
         for each in added:
             own = self._factors(each.atom, each.dims)
             inside = self.reading.follows(each.atom, made)
             if s in own and inside:
-                raise Miss("its logits are shifted by what is not the same for all keys", self.reading.number(each.atom))
+                raise Miss(
+                    "its logits are shifted by what is not the same for all keys",
+                    self.reading.number(each.atom),
+                )
             if s not in own and (inside or not self.reading.takes_inputs(each.atom) or not own):
                 dropped.append(each)
             else:
@@ -253,7 +273,9 @@ class _Candidate:
             elif step.kind in ("select", "mul"):
                 assert step.atom is not None
                 if self._is_random(step.atom):
-                    weighing.append(Factor(step.atom, step.dims, 1.0, step.seen if step.kind == "select" else None))
+                    weighing.append(
+                        Factor(step.atom, step.dims, 1.0, step.seen if step.kind == "select" else None)
+                    )
                 elif step.kind == "select" or self._is_boolean(step.atom):
                     seen = step.seen if step.kind == "select" else True
                     masks.append(Term(step.atom, step.dims, 1.0, seen, -math.inf, weights=True))
@@ -301,7 +323,9 @@ class _Candidate:
         side = operand(self.reading, self.space, factor.atom)
         if not factor.dims:
             return factor
-        known = tuple(d if c else () for d, c in zip(side.dims, self.reading.varies(factor.atom), strict=True))
+        known = tuple(
+            d if c else () for d, c in zip(side.dims, self.reading.varies(factor.atom), strict=True)
+        )
         self.space.factors.tie(known, tuple(d if k else () for d, k in zip(factor.dims, known, strict=True)))
         small = [x for x in side.sources if x.factor == 1.0]
         best = min(small, key=lambda x: (math.prod(size(x.atom)), len(size(x.atom))))
@@ -309,7 +333,7 @@ class _Candidate:
 
     # ---------------------------------------------------------------- the meaning, and the check
 
-    def _verified(  # noqa: PLR0913
+    def _verified(
         self,
         mixing: Mixing,
         parts: list[Part],
@@ -340,7 +364,10 @@ class _Candidate:
             if not product_holds(self.reading, self.space, part, a, b):
                 raise Miss("its scores are not products of queries and keys", part.product.numbers[0])
         amp = logits.amp
-        scales = {part.factor * a.factor * b.factor * (amp or 1.0) for part, a, b in zip(parts, chosen_q, chosen_k, strict=True)}
+        scales = {
+            part.factor * a.factor * b.factor * (amp or 1.0)
+            for part, a, b in zip(parts, chosen_q, chosen_k, strict=True)
+        }
         if max(scales) - min(scales) > 1e-6 * abs(max(scales)):
             raise Miss("the products that are its logits are scaled differently", parts[1].product.numbers[0])
         claim = Claim(
@@ -420,7 +447,9 @@ class _Candidate:
             and all(leaf in named for leaf in self.space.all(x.dims))
         ]
         if not options:
-            raise Miss("a dimension of its operands is none of attention's", max(self.reading.number(side.atom), 0))
+            raise Miss(
+                "a dimension of its operands is none of attention's", max(self.reading.number(side.atom), 0)
+            )
 
         def rank(x: Source) -> tuple[int, int, int]:
             bytes_ = math.prod(size(x.atom)) * x.atom.aval.dtype.itemsize

@@ -1,5 +1,5 @@
-"""Finds gated linear recurrences that are written in chunks: inside of one by products, from one to the next by a
-loop that carries the state (Yang et al. 2024; Dao and Gu 2024).
+"""Finds gated linear recurrences that are written in chunks: inside of one by products, from one to the next
+by a loop that carries the state (Yang et al. 2024; Dao and Gu 2024).
 
     q, k, v, g cut into [chunks, c];  U = (I + A)^-1 ...;  S = scan(...)    ->    gated_delta q k v g beta
 
@@ -101,8 +101,8 @@ def chunks(loop: Loop, carry: Carry, around: Terms, inside: Terms) -> Iterator[R
 
 
 def _joined(loop: Loop) -> Iterator[tuple[Var, int, int]]:
-    """Values after the loop in which its turns and what follows them are one dimension: time; with the number of
-    that dimension, and the length of a chunk.
+    """Values after the loop in which its turns and what follows them are one dimension: time; with the number
+    of that dimension, and the length of a chunk.
     """
     view = loop.view
     todo = [v for _, v in loop.stacked if not isinstance(v, DropVar)]
@@ -258,8 +258,8 @@ def _decay(case: Chunked, decay: Root, value: Any) -> Any:
 
 
 def _known(case: Chunked, guess: Guess, turn: int) -> dict[Var, Known]:
-    """Made-up values: keys of length one, decays and betas as they come; a chunk's state; and how to compute what
-    comes of loops.
+    """Made-up values: keys of length one, decays and betas as they come; a chunk's state; and how to compute
+    what comes of loops.
     """
     loop = case.loop
     channels = math.prod(case.around.labels.sizes[label] for label in case.keys)

@@ -9,6 +9,7 @@ and masks of data have none.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Collection, Iterator, Sequence
 
 from xform.axes.factors import Shape
@@ -24,8 +25,8 @@ BATCH = "bcABCDEFGHIJKLMNOPQRSTUVWXYZ"
 class Setting:
     """The operands of an attention as found, and what tells its dimensions apart.
 
-    rows: factors of the logits but for keys; s, d: of keys and of what is contracted. out: dimensions of the result.
-    masked: for each mask the factors that it has; biased: for each bias.
+    rows: factors of the logits but for keys; s, d: of keys and of what is contracted. out: dimensions of the
+    result. masked: for each mask the factors that it has; biased: for each bias.
     """
 
     q: Operand
@@ -101,7 +102,7 @@ class _Heads:
             ends = _axis(self.space, side, lambda leaves: bool(leaves) and not rows & set(leaves))
         else:
             ends = _axis(self.space, side, lambda leaves: bool(set(leaves) & set(width)))
-        if where is None or ends is None or where[0] is not ends[0] and where[1] == ends[1]:
+        if where is None or ends is None or (where[0] is not ends[0] and where[1] == ends[1]):
             return 0
         one, two = made(self.reading, *where), made(self.reading, *ends)
         if one is None or two is None or one.number != two.number or two.side < 0:
@@ -186,6 +187,6 @@ def _together(space: Space, found: Setting, f: int, other: int) -> bool:
     for dims in (*shapes, found.out):
         for dim in dims:
             leaves = space.leaves(dim)
-            if any({a, b} == {f, other} for a, b in zip(leaves, leaves[1:], strict=False)):
+            if any({a, b} == {f, other} for a, b in itertools.pairwise(leaves)):
                 return True
     return False

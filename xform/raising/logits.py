@@ -1,6 +1,6 @@
 """Logits, traced back to the products that they are made of: scale, soft cap, what is added, what is masked.
 
-    where(m, 50 * tanh(x * 0.25 / 50), -1e9) + b, x = q . k    ->    x, scale 0.25, cap 50, mask m, bias b
+where(m, 50 * tanh(x * 0.25 / 50), -1e9) + b, x = q . k    ->    x, scale 0.25, cap 50, mask m, bias b
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class Part:
 class Logits:
     """amp * tanh(sum of parts) + added, where selected: or without the tanh.
 
-    sink: (atom, number of the concatenation) of a logit more, which stands at the end or the start of the keys.
+    sink: (atom, number of the concatenation) of a logit more, which stands at the end or the start of the
+    keys.
     """
 
     dims: Shape
@@ -284,7 +285,34 @@ _RULES = {
 }
 
 _OTHER = frozenset(
-    """abs asinh atan cbrt ceil clamp cos cumsum erf exp2 expm1 floor gather integer_pow log log1p logistic pow rev
-    round rsqrt sign sin sort sqrt square stop_gradient""".split()
+    [
+        "abs",
+        "asinh",
+        "atan",
+        "cbrt",
+        "ceil",
+        "clamp",
+        "cos",
+        "cumsum",
+        "erf",
+        "exp2",
+        "expm1",
+        "floor",
+        "gather",
+        "integer_pow",
+        "log",
+        "log1p",
+        "logistic",
+        "pow",
+        "rev",
+        "round",
+        "rsqrt",
+        "sign",
+        "sin",
+        "sort",
+        "sqrt",
+        "square",
+        "stop_gradient",
+    ]
 )
 """What logits may go through without ceasing to be scores of queries and keys, but not in attention."""

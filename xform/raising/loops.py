@@ -81,7 +81,9 @@ def _carries(view: View, number: int, which: int, body: View) -> tuple[Carry, ..
     for out, into in carries(eqn, which).items():
         at = places[into]
         assert at is not None
-        found.append(Carry(body.jaxpr.invars[into], body.jaxpr.outvars[out], eqn.invars[at], eqn.outvars[out]))
+        found.append(
+            Carry(body.jaxpr.invars[into], body.jaxpr.outvars[out], eqn.invars[at], eqn.outvars[out])
+        )
     return tuple(found)
 
 

@@ -90,8 +90,8 @@ class Attention:
 @dataclasses.dataclass(frozen=True)
 class Norm:
     """kind "rms" or "layer": x over the root of the mean of its squares (about its mean), times scale, plus
-    shift, over the dimensions `axes` of x. scale, shift: arrays over those, in their order, dimensions of size 1
-    more or fewer. add_one: the scale is 1 + that.
+    shift, over the dimensions `axes` of x. scale, shift: arrays over those, in their order, dimensions of
+    size 1 more or fewer. add_one: the scale is 1 + that.
     """
 
     kind: str
@@ -109,19 +109,19 @@ class CrossEntropy:
     """log-sum-exp over the vocabulary v of the logits, minus the logit of the label: one loss a token.
 
     Logits are cap(scale * x . w) + bias. x: [tokens..., d] in some order; w: [d, v] in some order; labels:
-    [tokens...], or with soft=True floats [tokens..., v]; bias: [v]. A dimension of labels or out may be several
-    of x's ("AB"). part: where not all tokens of x have a loss, for each dimension of x but d the first that
-    has one, and the one after the last; sizes are of these. cap: as in Attention.
+    [tokens...], or with soft=True floats [tokens..., v]; bias: [v]. A dimension of labels or out may be
+    several of x's ("AB"). part: where not all tokens of x have a loss, for each dimension of x but d the
+    first that has one, and the one after the last; sizes are of these. cap: as in Attention.
 
     With lse, the log-sum-exp, and z, the logits:
     loss = lse - (1 - smoothing) * z[label] - smoothing * mean(z) + z_loss * lse^2 + offset
     soft: loss = sum(labels) * lse - sum(labels * z). negative: `out` is minus the loss. summed: `out` is
     the sum of the losses over those tokens' dimensions that it lacks. lse, picked: the log-sum-exp, and the
     label's logit, where they are used besides, or where no value is the loss (`out` is None).
-    outside: what stands for the logit of a label from -v to -1, and of one beyond the last: "none" (zero), "nan",
-    "wrap" (counted from the end), "clamp" (the nearest), "other".
-    valid: where not the whole of v takes part, but the first so many; the rest is masked away, whatever the logits.
-    logits_used: logits are used besides, as for an accuracy: who computes losses without logits spares nothing.
+    outside: what stands for the logit of a label from -v to -1, and of one beyond the last: "none" (zero),
+    "nan", "wrap" (counted from the end), "clamp" (the nearest), "other". valid: where not the whole of v
+    takes part, but the first so many; the rest is masked away, whatever the logits. logits_used: logits are
+    used besides, as for an accuracy: who computes losses without logits spares nothing.
     """
 
     x: Tensor

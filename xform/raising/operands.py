@@ -1,6 +1,6 @@
 """Products of two values, and where the values come from: back through what moves, repeats, casts or scales.
 
-    k = repeat(x, 2, axis=2) * 0.25 ; dot_general q k    ->    k is x [b, s, n, d], times 0.25
+k = repeat(x, 2, axis=2) * 0.25 ; dot_general q k    ->    k is x [b, s, n, d], times 0.25
 """
 
 from __future__ import annotations
@@ -102,7 +102,11 @@ def operand(reading: Reading, space: Space, atom: Atom) -> Operand:
     chain = list(_back(reading, atom))
     deepest = chain[-1][1] if chain else atom
     dims = space.fresh(deepest)
-    factor, numbers, useful = _total(chain), tuple(step.number for step, _ in chain), any(s.useful for s, _ in chain)
+    factor, numbers, useful = (
+        _total(chain),
+        tuple(step.number for step, _ in chain),
+        any(s.useful for s, _ in chain),
+    )
     sources = [Source(deepest, dims, factor, numbers, useful)]
     for k in range(len(chain) - 1, -1, -1):
         step, _ = chain[k]
@@ -110,7 +114,9 @@ def operand(reading: Reading, space: Space, atom: Atom) -> Operand:
         above = chain[:k]
         at = reading.view.eqns[step.number].outvars[step.result]
         sources.append(
-            Source(at, dims, _total(above), tuple(s.number for s, _ in above), any(s.useful for s, _ in above))
+            Source(
+                at, dims, _total(above), tuple(s.number for s, _ in above), any(s.useful for s, _ in above)
+            )
         )
     sources.reverse()
     return Operand(atom, dims, tuple(sources))
@@ -186,9 +192,19 @@ def _repeat(reading: Reading, eqn: JaxprEqn) -> tuple[int, int, bool] | None:
     if len(axes) != 1 or numbers.collapsed_slice_dims != axes or numbers.operand_batching_dims:
         return None
     axis, n = axes[0], size(operand)[axes[0]]
-    whole = all(m == k for d, (m, k) in enumerate(zip(size(operand), eqn.params["slice_sizes"], strict=True)) if d != axis)
+    whole = all(
+        m == k
+        for d, (m, k) in enumerate(zip(size(operand), eqn.params["slice_sizes"], strict=True))
+        if d != axis
+    )
     m = size(eqn.outvars[0])[axis]
-    if not whole or size(indices) != (m, 1) or m % n or axis in numbers.offset_dims or reading.takes_inputs(indices):
+    if (
+        not whole
+        or size(indices) != (m, 1)
+        or m % n
+        or axis in numbers.offset_dims
+        or reading.takes_inputs(indices)
+    ):
         return None
     try:
         found = reading.points.at(indices, (np.arange(m), np.zeros(m, np.int64)))

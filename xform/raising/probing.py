@@ -25,7 +25,7 @@ RTOL = 2e-5
 
 @dataclasses.dataclass(frozen=True)
 class Factor:
-    """What weights are multiplied by after the softmax, or what is added before: an atom and its dimensions."""
+    """What weights are multiplied by after the softmax, or what is added before: an atom, its dimensions."""
 
     atom: Atom
     dims: Shape
@@ -132,7 +132,11 @@ class Probe:
         except Unknown:
             return "its result is not what attention computes"
         sums = theirs[alive].sum(axis=1)
-        if self.claim.sink is None and not self.claim.after and not np.allclose(sums / self.claim.scale, 1.0, 1e-4):
+        if (
+            self.claim.sink is None
+            and not self.claim.after
+            and not np.allclose(sums / self.claim.scale, 1.0, 1e-4)
+        ):
             return "its weights do not add up to one over the keys"
         if not close(theirs[alive], w[alive], 1.0):
             return "its weights are not the softmax of its logits over the keys"
@@ -181,7 +185,9 @@ def product_holds(reading: Reading, space: Space, part: Part, q: Source, k: Sour
     rows = space.all(part.product.dims)
     inside = sorted((space.all(q.dims) | space.all(k.dims)) - rows)
     rng = np.random.default_rng(7)
-    at = {leaf: rng.integers(0, space.size(leaf), 5).reshape([5] + [1] * len(inside)) for leaf in sorted(rows)}
+    at = {
+        leaf: rng.integers(0, space.size(leaf), 5).reshape([5] + [1] * len(inside)) for leaf in sorted(rows)
+    }
     for i, leaf in enumerate(inside):
         shape = [1] * (len(inside) + 1)
         shape[i + 1] = space.size(leaf)

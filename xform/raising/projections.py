@@ -1,6 +1,6 @@
 """Which product made a dimension of a value: back through rotations, moves and casts, dimension by dimension.
 
-    q = rotate(reshape(x . w, [b, t, n, d]))     the dimension n was w's, t was x's
+q = rotate(reshape(x . w, [b, t, n, d]))     the dimension n was w's, t was x's
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from xform.trace import Atom, JaxprEqn, Var
 
 @dataclasses.dataclass(frozen=True)
 class Made:
-    """Made by the product of equation `number`; side: the operand that has the dimension, -1 for both; axis: its
-    dimension in the product's result.
+    """Made by the product of equation `number`; side: the operand that has the dimension, -1 for both; axis:
+    its dimension in the product's result.
     """
 
     number: int
@@ -51,7 +51,13 @@ def projected(reading: Reading, atom: Atom, axis: int) -> Atom | None:
     x = reading.view.eqns[found.number].invars[1 - found.side]
     while (number := reading.number(x)) >= 0:
         eqn = reading.view.eqns[number]
-        if eqn.primitive.name not in ("reshape", "transpose", "convert_element_type", "broadcast_in_dim", "squeeze"):
+        if eqn.primitive.name not in (
+            "reshape",
+            "transpose",
+            "convert_element_type",
+            "broadcast_in_dim",
+            "squeeze",
+        ):
             break
         x = eqn.invars[0]
     return x
@@ -96,7 +102,9 @@ def _back(reading: Reading, eqn: JaxprEqn, v: Var, axis: int) -> tuple[Atom, int
     return max(same, key=lambda w: (sum(reading.varies(w)), reading.takes_inputs(w))), axis
 
 
-def _part(left: Sequence[int], right: Sequence[int], old: Sequence[int], new: Sequence[int], axis: int) -> int:
+def _part(
+    left: Sequence[int], right: Sequence[int], old: Sequence[int], new: Sequence[int], axis: int
+) -> int:
     """Of the dimensions that a reshape joins or splits, the one that has the most of `axis`."""
     inner = math.prod(new[d] for d in right[right.index(axis) + 1 :])
     outer = inner * new[axis]

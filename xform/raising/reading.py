@@ -1,5 +1,5 @@
-"""What is asked of a body again and again: which equations matter, along which dimensions a value changes, and
-what is a constant.
+"""What is asked of a body again and again: which equations matter, along which dimensions a value changes,
+and what is a constant.
 """
 
 from __future__ import annotations
@@ -20,7 +20,17 @@ MOVES = SAME - {"stop_gradient"} | {"broadcast_in_dim", "expand_dims", "reshape"
 """Primitives whose result holds the numbers of an operand, all of them, perhaps cast or repeated."""
 
 REDUCTIONS = frozenset(
-    "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin".split()
+    [
+        "reduce_sum",
+        "reduce_max",
+        "reduce_min",
+        "reduce_prod",
+        "reduce_and",
+        "reduce_or",
+        "reduce_xor",
+        "argmax",
+        "argmin",
+    ]
 )
 
 
@@ -100,7 +110,11 @@ class Reading:
         """The number that every element of a value is, whatever the inputs are; None where it is not so."""
         if isinstance(atom, Literal):
             value = np.asarray(atom.val)
-            return float(value) if value.size == 1 and value.dtype.kind in "biuf" or value.dtype.name == "bfloat16" else None
+            return (
+                float(value)
+                if (value.size == 1 and value.dtype.kind in "biuf") or value.dtype.name == "bfloat16"
+                else None
+            )
         if atom not in self._numbers:
             self._numbers[atom] = self._constant(atom)
         return self._numbers[atom]

@@ -18,7 +18,8 @@ Read = tuple[Var, Index, Term]
 
 @dataclasses.dataclass(frozen=True)
 class Readout:
-    """out = scale times query times the new state, summed over the labels `keys`; at `index`. In labels of the state.
+    """out = scale times query times the new state, summed over the labels `keys`; at `index`. In labels of
+    the state.
 
     root: the variable that is the new state, at `state`.
     """
@@ -52,7 +53,9 @@ def readout(terms: Terms, carry: Carry, index: Index) -> Readout | None:
         rename.update(zip(theirs, mine, strict=True))
     here = {label for dim in out_index for label in dim}
     keys = frozenset(rename[label] for dim in state.index for label in dim if label not in here)
-    query = tuple(Factor(f.atom, _renamed(f.index, rename), f.power) for f in term.factors if f.atom is not root)
+    query = tuple(
+        Factor(f.atom, _renamed(f.index, rename), f.power) for f in term.factors if f.atom is not root
+    )
     if any(f.labels - set(rename.values()) for f in query):
         raise ReadOtherwise("its state is read by several queries at once")
     return Readout(out, _renamed(out_index, rename), term.coefficient, query, keys, root, at)
@@ -64,7 +67,11 @@ def _scaled(terms: Terms, out: Var, index: Index, term: Term) -> Read:
     while len(users := view.users.get(out, ())) == 1 and users[0] >= 0:
         eqn = view.eqns[users[0]]
         numbers = [v for v in eqn.invars if isinstance(v, Literal)]
-        if eqn.primitive.name not in ("mul", "div") or len(numbers) != 1 or eqn.invars[0] is not out and eqn.primitive.name == "div":
+        if (
+            eqn.primitive.name not in ("mul", "div")
+            or len(numbers) != 1
+            or (eqn.invars[0] is not out and eqn.primitive.name == "div")
+        ):
             break
         by = float(numbers[0].val)
         term = Term(term.coefficient * (by if eqn.primitive.name == "mul" else 1 / by), term.factors)

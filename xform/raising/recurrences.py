@@ -2,8 +2,8 @@
 
     S = exp(g) * S;  S = S + beta * outer(k, v - k @ S);  o = q @ S        ->    kda q k v g beta
 
-A loop's body says what becomes of its state. Written out as a sum of products (`terms`), a recurrence has three
-terms, whatever its layouts, casts and order of operations are:
+A loop's body says what becomes of its state. Written out as a sum of products (`terms`), a recurrence has
+three terms, whatever its layouts, casts and order of operations are:
 
     S'[d,e] = a[d] S[d,e] + beta k[d] v[e] - beta k[d] k[m] a[m] S[m,e]        o[e] = q[d] S'[d,e]
 
@@ -21,7 +21,7 @@ from xform.raising.chunks import chunks
 from xform.raising.flat import View
 from xform.raising.loops import Carry, Loop, counts, loops
 from xform.raising.meaning import Near, Raised
-from xform.raising.readout import Readout, ReadOtherwise, readout
+from xform.raising.readout import ReadOtherwise, Readout, readout
 from xform.raising.steps import Parts, agrees, told
 from xform.raising.terms import Factor, Index, Labels, NotLinear, Outer, Term, Terms
 from xform.trace import Literal, Var, shape_of
@@ -135,7 +135,9 @@ class _Step:
         for f in factors:
             (one,) = self.terms.of(f.atom, f.index, nothing)
             if f.power < 0:
-                one = Term(1.0 / one.coefficient, tuple(dataclasses.replace(g, power=-g.power) for g in one.factors))
+                one = Term(
+                    1.0 / one.coefficient, tuple(dataclasses.replace(g, power=-g.power) for g in one.factors)
+                )
             made = made.times(one)
         return self.labels.term(made)
 
@@ -180,7 +182,13 @@ class _Step:
         return self._delta(index, keys, values, decay, update, mixed[0])
 
     def _delta(
-        self, index: Index, keys: frozenset[int], values: frozenset[int], decay: Term, update: Term, mixed: Term
+        self,
+        index: Index,
+        keys: frozenset[int],
+        values: frozenset[int],
+        decay: Term,
+        update: Term,
+        mixed: Term,
     ) -> Parts:
         (state,) = [f for f in mixed.factors if f.atom is self.carry.into]
         places = [d for d, (a, b) in enumerate(zip(state.index, index, strict=True)) if a != b]
@@ -213,7 +221,9 @@ class _Step:
         new = self._fine(update.factors)
         if Counter(f for f in new.factors if f.labels & keys) != k_written:
             raise Missing("the key with which its delta writes is not the one with which values are written")
-        return self._solved(keys, values, decay, a, update, new, found[0], fine, factors, k_written, read, back)
+        return self._solved(
+            keys, values, decay, a, update, new, found[0], fine, factors, k_written, read, back
+        )
 
     def _solved(
         self, keys: frozenset[int], values: frozenset[int], decay: Term, a: Term, update: Term, new: Term,
@@ -227,7 +237,11 @@ class _Step:
             return Counter(f for f in term.factors if not f.labels & (both | values))
 
         candidates = [
-            [Factor(f.atom, _back(f.index, back), f.power) for f in factors if f.labels & read and not self._is_decay(f, a, back)],
+            [
+                Factor(f.atom, _back(f.index, back), f.power)
+                for f in factors
+                if f.labels & read and not self._is_decay(f, a, back)
+            ],
             [f for f in factors if f.labels & keys],
             [f for f in update.factors if f.labels & keys],
         ]
@@ -266,7 +280,9 @@ class _Step:
         fine = Counter(_renamed(self._fine([f]).factors, back))
         return bool(fine) and not fine - Counter(a.factors)
 
-    def _beta(self, beta: Counter[Factor], strength: float, among: Sequence[Factor], others: frozenset[int]) -> Term:
+    def _beta(
+        self, beta: Counter[Factor], strength: float, among: Sequence[Factor], others: frozenset[int]
+    ) -> Term:
         """The product as values of the program: one that is there, or down to where it is made."""
         for f in among:
             fine = self._fine([f])
@@ -275,7 +291,7 @@ class _Step:
         return Term(strength, tuple(beta.elements()))
 
     def _other_steps(self, parts: Parts) -> str:
-        """What of the operands follows from what the loop carries: then no two steps can be computed at once."""
+        """What of the operands follows from what the loop carries: then steps cannot be computed together."""
         carried = {c.into for c in self.loop.carries if not isinstance(c.out, Literal)}
         carried -= {c.into for c in self.loop.carries if counts(self.loop.body, c)}
         body = self.loop.body

@@ -21,7 +21,9 @@ from xform.trace import Atom, JaxprEqn, Literal, Var, shape_of
 
 @dataclasses.dataclass(frozen=True)
 class Root:
-    """A value of the view at an index. grown: an exponential, or a running product, stands on every way to it."""
+    """A value of the view at an index. grown: an exponential, or a running product, stands on every way to
+    it.
+    """
 
     atom: Var
     index: Index
@@ -53,7 +55,9 @@ class Roots:
     def _into(self, atom: Atom, index: Index, terms: Terms, grown: bool, first: bool = False) -> None:
         if isinstance(atom, Literal):
             return
-        index = tuple(() if n == 1 else self.labels.resolved(dim) for n, dim in zip(shape_of(atom), index, strict=True))
+        index = tuple(
+            () if n == 1 else self.labels.resolved(dim) for n, dim in zip(shape_of(atom), index, strict=True)
+        )
         if terms is self.around and not first and self._whole(index):
             while isinstance(atom, Var) and (moved := terms.moved(atom, index)) is not None:
                 if not self._whole(tuple(map(self.labels.resolved, moved[1]))):
@@ -115,8 +119,21 @@ class Roots:
         if name.startswith("reduce_"):
             axes, rest = eqn.params["axes"], list(index)
             sizes = shape_of(eqn.invars[0])
-            return [(eqn.invars[0], tuple(self.labels.fresh(n) if d in axes else rest.pop(0) for d, n in enumerate(sizes)))]
-        if bodies(eqn) or name in ("triangular_solve", "slice", "pad", "concatenate", "gather", "dynamic_slice", "split"):
+            return [
+                (
+                    eqn.invars[0],
+                    tuple(self.labels.fresh(n) if d in axes else rest.pop(0) for d, n in enumerate(sizes)),
+                )
+            ]
+        if bodies(eqn) or name in (
+            "triangular_solve",
+            "slice",
+            "pad",
+            "concatenate",
+            "gather",
+            "dynamic_slice",
+            "split",
+        ):
             return [(v, self._aligned(v, eqn, index)) for v in eqn.invars]
         return []
 
@@ -125,7 +142,9 @@ class Roots:
         sizes, mine = shape_of(eqn.outvars[0]), shape_of(operand)
         matrix = len(mine) - 2 if eqn.primitive.name == "triangular_solve" else len(mine)
         return tuple(
-            index[d] if len(sizes) == len(mine) and d < matrix and sizes[d] == n and index[d] else self.labels.fresh(n)
+            index[d]
+            if len(sizes) == len(mine) and d < matrix and sizes[d] == n and index[d]
+            else self.labels.fresh(n)
             for d, n in enumerate(mine)
         )
 

@@ -1,7 +1,7 @@
 """From an exponential forward to the product with values that its weights are for, whatever lies between.
 
-    e = exp(x - m); w = e / sum(e); o = w . v        e -> w -> o, normalised before the product
-    e = exp(x - m); o = (e . v) * (1 / sum(e))       e -> o -> ., and after it
+e = exp(x - m); w = e / sum(e); o = w . v        e -> w -> o, normalised before the product
+e = exp(x - m); o = (e . v) * (1 / sum(e))       e -> o -> ., and after it
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from xform.trace import Atom, JaxprEqn, Var
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What is done to the weights on the way. kind "norm": divided or multiplied by what they make themselves;
-    "scale": by a constant; "mul": multiplied by another value; "select": where `atom` is `seen`, else zero.
+    """What is done to the weights on the way. kind "norm": divided or multiplied by what they make
+    themselves; "scale": by a constant; "mul": multiplied by another value; "select": where `atom` is `seen`,
+    else zero.
     """
 
     kind: str
@@ -136,7 +137,9 @@ def _elementwise(
         tuple(d for d, c in zip(own, repeated, strict=True) if c),
         tuple(d for d, c in zip(values.dims, repeated, strict=True) if c),
     )
-    theirs = tuple(d if changes else () for d, changes in zip(values.dims, reading.varies(other), strict=True))
+    theirs = tuple(
+        d if changes else () for d, changes in zip(values.dims, reading.varies(other), strict=True)
+    )
     dims = tuple(a or b for i, (a, b) in enumerate(zip(weights, theirs, strict=True)) if i not in axes)
     other_side = dataclasses.replace(values, dims=theirs)
     mine = Operand(v, weights, ())
@@ -209,7 +212,9 @@ def after(reading: Reading, space: Space, mixing: Mixing, out: Var) -> Shape:
     return dims
 
 
-def summed(reading: Reading, space: Space, mixing: Mixing, below: Atom, start: Var, dims: Shape) -> Sinking | None:
+def summed(
+    reading: Reading, space: Space, mixing: Mixing, below: Atom, start: Var, dims: Shape
+) -> Sinking | None:
     """What is added to the sum of exponentials `below` the weights, before they are divided by it."""
     v, number = below, -1
     while isinstance(v, Var) and v is not start:

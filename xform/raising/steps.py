@@ -59,7 +59,11 @@ class _At:
     def __call__(self, term: Term) -> Any:
         made: Any = term.coefficient
         for f in term.factors:
-            points = self.points if _inside(self.loop.body, f.atom) else Points(self.loop.view, self.points.known, True)
+            points = (
+                self.points
+                if _inside(self.loop.body, f.atom)
+                else Points(self.loop.view, self.points.known, True)
+            )
             made = made * np.asarray(points.at(f.atom, self.index(f.index)), np.float64) ** f.power
         return made
 
@@ -82,7 +86,9 @@ def agrees(loop: Loop, carry: Carry, terms: Terms, index: Index, parts: Parts, o
     state = Term(1.0, (Factor(carry.into, index),))
     keys = sorted(parts.keys)
     summed = np.ix_(np.zeros(1, int), *(np.arange(sizes[label]) for label in keys))[1:]
-    wide = {label: np.asarray(a).reshape(-1, *[1] * len(keys)) if np.ndim(a) else a for label, a in env.items()}
+    wide = {
+        label: np.asarray(a).reshape(-1, *[1] * len(keys)) if np.ndim(a) else a for label, a in env.items()
+    }
     over = _At(points, loop, sizes, wide | dict(zip(keys, summed, strict=True)))
     axes = tuple(range(1, 1 + len(keys)))
     try:
@@ -96,7 +102,9 @@ def agrees(loop: Loop, carry: Carry, terms: Terms, index: Index, parts: Parts, o
         reading = Points(loop.body, {**known, **_states(out)}, wide=True)
         read = _At(reading, loop, sizes, over.env)
         query = Term(out.scale, out.query)
-        want = np.sum(np.broadcast_arrays(read(query) * read(Term(1.0, (Factor(out.root, out.state),))))[0], axis=axes)
+        want = np.sum(
+            np.broadcast_arrays(read(query) * read(Term(1.0, (Factor(out.root, out.state),))))[0], axis=axes
+        )
         have = reading.at(out.out, at.index(out.index))
     except Unknown as why:
         return f"what it computes cannot be checked: {why}"
@@ -173,7 +181,13 @@ def told(loop: Loop, carry: Carry, terms: Terms, index: Index, parts: Parts, out
         step=loop.body if name.steps or read is not None else None,
     )
     return Raised(
-        "linear_recurrence", loop.view, loop.number, frozenset((loop.number,)), meaning, name.sizes, _note(loop, carry, terms)
+        "linear_recurrence",
+        loop.view,
+        loop.number,
+        frozenset((loop.number,)),
+        meaning,
+        name.sizes,
+        _note(loop, carry, terms),
     )
 
 
@@ -224,7 +238,9 @@ def _logarithm(loop: Loop, terms: Terms, decay: Term) -> tuple[Term, bool]:
         return decay, False
     atom: Atom = decay.factors[0].atom
     index = decay.factors[0].index
-    here: Terms | None = terms if _inside(loop.body, decay.factors[0].atom) else terms.outer and terms.outer.terms
+    here: Terms | None = (
+        terms if _inside(loop.body, decay.factors[0].atom) else terms.outer and terms.outer.terms
+    )
     while here is not None and isinstance(atom, Var):
         if here is terms and atom in loop.inputs and terms.outer is not None:
             atom, timed = loop.inputs[atom]

@@ -1,11 +1,12 @@
-"""Values as sums of products of other values: what a contraction, a scaling or an update does, however spelled.
+"""Values as sums of products of other values: what a contraction, a scaling or an update does, however
+spelled.
 
     s + dot_general(k, v - sum(s * k)) * b    ->    s[d,e] + k[d] v[e] b - k[d] k[m] s[m,e] b
 
 `Terms.of(value, index)` pulls a symbolic index, a tuple of labels a dimension, back through whatever moves
 numbers, and opens sums, products and contractions on the way; a label that only factors have is summed over.
-What depends on a value in `states` is always opened, and raises `NotLinear` where that cannot be done; anything
-else is a factor as soon as `stop` says so. Casts between floats are no part of it.
+What depends on a value in `states` is always opened, and raises `NotLinear` where that cannot be done;
+anything else is a factor as soon as `stop` says so. Casts between floats are no part of it.
 """
 
 from __future__ import annotations
@@ -84,7 +85,11 @@ class Labels:
         """The labels of a dimension, those that were split as their parts."""
         if not any(label in self.parts for label in dim):
             return dim
-        return tuple(p for label in dim for p in (self.resolved(self.parts[label]) if label in self.parts else (label,)))
+        return tuple(
+            p
+            for label in dim
+            for p in (self.resolved(self.parts[label]) if label in self.parts else (label,))
+        )
 
     def factor(self, f: Factor) -> Factor:
         return Factor(f.atom, tuple(map(self.resolved, f.index)), f.power)
@@ -128,7 +133,11 @@ class Same:
         for eqn in view.eqns:
             if eqn.effects or bodies(eqn):
                 continue
-            key = (eqn.primitive.name, repr(sorted((k, str(v)) for k, v in eqn.params.items())), *map(self._key, eqn.invars))
+            key = (
+                eqn.primitive.name,
+                repr(sorted((k, str(v)) for k, v in eqn.params.items())),
+                *map(self._key, eqn.invars),
+            )
             for k, v in enumerate(eqn.outvars):
                 self.of[v] = first.setdefault((key, k, str(v.aval)), v)
 
@@ -158,7 +167,9 @@ Stop = Callable[[Factor], bool]
 class Terms:
     """Sums of products in a view. states: variables that must not be hidden inside of others."""
 
-    def __init__(self, view: View, labels: Labels, states: Sequence[Var] = (), outer: Outer | None = None) -> None:
+    def __init__(
+        self, view: View, labels: Labels, states: Sequence[Var] = (), outer: Outer | None = None
+    ) -> None:
         self.view = view
         self.labels = labels
         self.same = Same(view)
@@ -188,7 +199,12 @@ class Terms:
         leaf = [Term(1.0, (Factor(var, index),))]
         touched = var in self.touched
         eqn = self.view.maker(var)
-        if eqn is None and self.outer is not None and var in self.outer.inputs and not stop(leaf[0].factors[0]):
+        if (
+            eqn is None
+            and self.outer is not None
+            and var in self.outer.inputs
+            and not stop(leaf[0].factors[0])
+        ):
             out, timed = self.outer.inputs[var]
             return self.outer.terms._of(out, (self.outer.time, *index) if timed else index, stop, frozenset())
         if eqn is None or (not touched and stop(self.labels.factor(leaf[0].factors[0]))):

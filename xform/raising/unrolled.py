@@ -66,7 +66,7 @@ def _reader(value: Array, box: Box) -> Known:
 
 def _result(loop: Loop, number: int, known: Mapping[Var, Known]) -> Known:
     carried = len(loop.carries)
-    place = number if loop.eqn.primitive.name == "scan" else number
+    place = number
     made: dict[tuple[bytes, ...], tuple[Array, Box]] = {}
 
     def values(index: Index) -> Array:
@@ -90,7 +90,11 @@ def _run(loop: Loop, place: int, box: Box, stacked: bool, known: Mapping[Var, Kn
     around = Points(loop.view, known, wide=True)
     state: list[tuple[Array, Box]] = []
     for c in loop.carries:
-        own = box if shape_of(c.into) == sizes else _box(np.ix_(*map(np.arange, shape_of(c.into))), shape_of(c.into))
+        own = (
+            box
+            if shape_of(c.into) == sizes
+            else _box(np.ix_(*map(np.arange, shape_of(c.into))), shape_of(c.into))
+        )
         state.append((np.array(around.at(c.initial, np.ix_(*own) if own else ())), own))
     outs = []
     for turn in range(loop.length):
@@ -103,7 +107,10 @@ def _run(loop: Loop, place: int, box: Box, stacked: bool, known: Mapping[Var, Kn
         if stacked:
             atom, _ = loop.stacked[place - len(loop.carries)]
             outs.append((at, np.array(points.at(atom, np.ix_(*box) if box else ()))))
-        new = [np.array(points.at(c.out, np.ix_(*own) if own else ())) for c, (_, own) in zip(loop.carries, state, strict=True)]
+        new = [
+            np.array(points.at(c.out, np.ix_(*own) if own else ()))
+            for c, (_, own) in zip(loop.carries, state, strict=True)
+        ]
         state = [(value, own) for value, (_, own) in zip(new, state, strict=True)]
     if stacked:
         return np.stack([value for _, value in sorted(outs, key=lambda pair: pair[0])])
@@ -137,7 +144,9 @@ def _solution(view: View, eqn: JaxprEqn, known: Mapping[Var, Known]) -> Known:
             if p["left_side"]:
                 solved = np.linalg.solve(left, right)
             else:
-                solved = np.swapaxes(np.linalg.solve(np.swapaxes(left, -1, -2), np.swapaxes(right, -1, -2)), -1, -2)
+                solved = np.swapaxes(
+                    np.linalg.solve(np.swapaxes(left, -1, -2), np.swapaxes(right, -1, -2)), -1, -2
+                )
             made[key] = solved, box
         return _full(*made[key], index)
 
@@ -152,5 +161,3 @@ def _full(value: Array, box: Box, index: Index) -> Array:
                 raise Unknown("a system at other places than it was asked for")
             at[d] = np.zeros_like(np.asarray(at[d]))
     return np.asarray(value[tuple(at)])
-
-
