@@ -33,7 +33,7 @@ def blocks_of(given: Mapping[str, int]) -> Blocks:
     for name in given:
         if name not in known:
             raise PlanError(f"kernels.blocks: attention has no {name!r}; it has {', '.join(known)}")
-    return Blocks(**given)
+    return Blocks(**dict(given))  # type: ignore[arg-type]
 
 
 def attended(r: Raised, options: Options) -> list[Lowered]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,10 +23,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from xform.errors import PlanError
 from xform.kernels import cross_entropy_kernels as kernels
 from xform.kernels.cross_entropy_blocks import OTHER, Blocks, Sizes, chip_of, sizes_of
 from xform.kernels.cross_entropy_kernels import Form
 from xform.ops import apply
+from xform.trace import without_vma
 
 DTYPES = ("bfloat16", "float32")
 
@@ -71,14 +74,17 @@ class CrossEntropy(_Loss):
 
     def plain(self, *args: jax.Array) -> Sequence[jax.Array]:
         x, w, labels, *bias = args
-        z = self.form.logits(x, w, *(bias or [None]))
+        z = self.form.logits(x, w, bias[0] if bias else None)
         lse = jax.nn.logsumexp(z, axis=1)
         return lse - jnp.sum(_shares(self.form, labels, z) * z, axis=1), lse
 
     def kernel(self, *args: jax.Array) -> Sequence[jax.Array]:
         t = args[0].shape[0]
         sizes, (x, w, labels, *bias) = self._padded("forward", args)
-        loss, lse = kernels.forward(self.form, sizes, self.interpret, x, w, labels, *(bias or [None]))
+        with without_vma():
+            loss, lse = kernels.forward(
+                self.form, sizes, self.interpret, x, w, labels, bias[0] if bias else None
+            )
         return loss[:t], lse[:t]
 
 
@@ -107,7 +113,7 @@ class CrossEntropyGradient(_Loss):
     def plain(self, *args: jax.Array) -> Sequence[jax.Array]:
         form = self.form
         x, w, labels, *bias, lse, dloss, dlse = args
-        z = form.logits(x, w, *(bias or [None]))
+        z = form.logits(x, w, bias[0] if bias else None)
         g = jnp.exp(z - lse[:, None]) * (dloss + dlse)[:, None] - _shares(form, labels, z) * dloss[:, None]
         g = g * form.slope(z)
         dz = (g * form.scale).astype(x.dtype)
@@ -119,7 +125,8 @@ class CrossEntropyGradient(_Loss):
         t = args[0].shape[0]
         sizes, (x, w, labels, *bias, lse, dloss, dlse) = self._padded("backward", args)
         given = x, w, labels, bias[0] if bias else None, lse, dloss, dlse
-        dx, *rest = kernels.backward(self.form, sizes, self.interpret, *given, jnp.dtype(self.dtype))
+        with without_vma():
+            dx, *rest = kernels.backward(self.form, sizes, self.interpret, *given, jnp.dtype(self.dtype))
         return dx[:t], *rest
 
 
@@ -143,8 +150,7 @@ def cross_entropy(
     blocks: Blocks | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """x[t,d], w[d,v] or, if `form.transposed`, [v,d], labels[t] integers, bias[v] -> loss[t], lse[t] in
-    float32.
+    """x[t,d], w[d,v] or, if `form.transposed`, [v,d], labels[t] integers, bias[v] -> loss[t], lse[t] float32.
 
     Products are in the dtype of x; w may be wider, and so is its gradient then, with no rounding on the way.
     `form.bias` is set by whether there is one.
@@ -215,7 +221,10 @@ def seconds(way: str, chip: str, t: int, d: int, v: int, size: int = 2, chunks: 
     if way == "chunked":
         return 4 * product + logits + chunks * d * v * (3 * size + 8) / row.bandwidth
     passes = (("forward", 1), ("backward", 3))
-    sizes = [(way, sizes_of(chip, way, t, d, v, size, Blocks()), products) for way, products in passes]
+    try:
+        sizes = [(way, sizes_of(chip, way, t, d, v, size, Blocks()), products) for way, products in passes]
+    except PlanError:  # no blocks of such vectors fit
+        return math.inf
     return sum(max(n * product, moved(way, s, t, d, v, size) / row.bandwidth) for way, s, n in sizes)
 
 

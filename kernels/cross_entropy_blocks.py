@@ -78,8 +78,7 @@ def backward_bytes(bt: int, bv: int, d: int, size: int) -> int:
 
 
 def sizes_of(chip: str, way: str, t: int, d: int, v: int, size: int, asked: Blocks) -> Sizes:
-    """Blocks of a pass ("forward", "backward") for t tokens, d, a vocabulary of v and numbers of `size`
-    bytes.
+    """Blocks of a pass ("forward", "backward") for t tokens, d, v and numbers of `size` bytes.
 
     Those of the table, no longer than the operands; of at least half that many the largest number that
     divides them. They are halved until they fit; PlanError where those asked for don't.

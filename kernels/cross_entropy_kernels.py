@@ -1,5 +1,4 @@
-"""The loss of a vocabulary from the tokens' vectors and a head's weights, in Pallas: no logit leaves the
-chip.
+"""The loss over a vocabulary of tokens' vectors and a head's weights, in Pallas: no logit leaves the chip.
 
 Forward: a block of tokens stays, the weights pass by a block of the vocabulary at a time. Each lane of a row
 keeps a maximum, a sum of exponentials relative to it, and the logit of the label if it met it; at the end the
@@ -196,16 +195,16 @@ def backward(
 
 
 def _backward(form: Form, counts: tuple[int, int, int, int], x: Any, w: Any, labels: Any, *refs: Any) -> None:
-    (v, ni, nj, each), refs = counts, list(refs)
-    lse, dloss, dboth = refs[:3]
-    del refs[:3]
-    flipped = None if form.transposed else refs.pop(0)
-    bias = refs.pop(0) if form.bias else None
-    dx, dw = refs[:2]
-    del refs[:2]
-    dbias = refs.pop(0) if form.bias else None
-    near, fetched, sent = refs[:3]
-    sum_w = refs[3] if len(refs) > 3 else dw  # which is float32 itself
+    (v, ni, nj, each), rest = counts, list(refs)
+    lse, dloss, dboth = rest[:3]
+    del rest[:3]
+    flipped: Any = None if form.transposed else rest.pop(0)
+    bias = rest.pop(0) if form.bias else None
+    dx, dw = rest[:2]
+    del rest[:2]
+    dbias = rest.pop(0) if form.bias else None
+    near, fetched, sent = rest[:3]
+    sum_w = rest[3] if len(rest) > 3 else dw  # which is float32 itself
     core, j, i = (pl.program_id(k) for k in range(3))
     block, step = core * each + j, j * ni + i
     bt, bv = x.shape[0], w.shape[0 if form.transposed else 1]

@@ -24,6 +24,7 @@ from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 
 from xform.errors import PlanError
 from xform.ops import apply
+from xform.trace import without_vma
 
 Tiles = tuple[int, int, int]
 
@@ -98,7 +99,7 @@ class GroupedMatmul(_Grouped):
         tiles = self._tiles("product", (m, k, n, w.shape[0]), x.dtype)
         ends = jnp.minimum(jnp.cumsum(sizes.astype(jnp.int32)), m)
         x = _pad(x, tiles[0])
-        with self._precise():
+        with self._precise(), without_vma():
             out = gmm(
                 x,
                 w,
@@ -133,7 +134,7 @@ class GroupedOuter(_Grouped):
             return (jnp.zeros((sizes.shape[0], k, n), self.dtype),)
         tiles = self._tiles("outer", (m, k, n, sizes.shape[0]), x.dtype)
         ends = jnp.minimum(jnp.cumsum(sizes.astype(jnp.int32)), m)
-        with self._precise():
+        with self._precise(), without_vma():
             out = tgmm(
                 _pad(x, tiles[0]).T,
                 _pad(y, tiles[0]),

@@ -54,13 +54,13 @@ def recurred(r: Raised, options: Options) -> list[Lowered]:
     tensors = [t for p in products.values() for t in (*p.times, *p.over)]
     tensors += [m.initial] if m.initial is not None else []
     takes = dict.fromkeys(t.atom for t in tensors if isinstance(t.atom, Var))
-    gives = [t for t in (m.out, m.final) if t is not None and isinstance(t.atom, Var)]
+    gives = {v: t for t in (m.out, m.final) if t is not None and isinstance(v := t.atom, Var)}
 
     def emit(values: Mapping[Var, Value]) -> Mapping[Var, Value]:
         def of(tensor: Tensor, *dims: str) -> Value:
             return arranged(value(tensor, values), tensor.dims, (batch, *dims), sizes)
 
-        def product(name: str) -> Value | None:
+        def product(name: str) -> Value:
             p: Product | None = products.get(name)
             if p is None:
                 return None
@@ -98,9 +98,9 @@ def recurred(r: Raised, options: Options) -> list[Lowered]:
         found = {m.out.atom: back(out, (batch, *"nte"), m.out.dims, sizes)}
         if m.final is not None:
             found[m.final.atom] = back(final, (batch, *"nde"), m.final.dims, sizes)
-        return {t.atom: found[t.atom].astype(t.atom.aval.dtype) for t in gives}  # type: ignore[attr-defined]
+        return {v: found[v].astype(v.aval.dtype) for v in gives}  # type: ignore[attr-defined]
 
-    return [Lowered(tuple(takes), tuple(t.atom for t in gives), emit, f"{m.kind} by chunks")]
+    return [Lowered(tuple(takes), tuple(gives), emit, f"{m.kind} by chunks")]
 
 
 # ---------------------------------------------------------------- cross-entropy
@@ -136,7 +136,7 @@ def entropied(r: Raised, options: Options) -> list[Lowered]:
             "whole logits take less time: the kernel computes them twice (kernels.only asks for it)"
         )
     assert m.out is not None and isinstance(m.out.atom, Var)
-    out: Tensor = m.out
+    out, made = m.out, m.out.atom
     tokens = "".join(c for dim in m.x.dims for c in dim if c != "d")
     turned = "".join(m.w.dims).index("v") < "".join(m.w.dims).index("d")
     form = losses.Form(cap=m.cap, scale=m.scale, smoothing=m.smoothing, transposed=turned)
@@ -154,10 +154,10 @@ def entropied(r: Raised, options: Options) -> list[Lowered]:
         loss = loss + m.z_loss * lse**2 + m.offset if m.z_loss else loss + m.offset
         loss = jnp.where(wrong, jnp.nan, loss)
         loss = back(-loss if m.negative else loss, (tokens,), out.dims, r.sizes)
-        return {out.atom: loss.astype(out.atom.aval.dtype)}  # type: ignore[attr-defined, dict-item]
+        return {made: loss.astype(made.aval.dtype)}  # type: ignore[attr-defined]
 
     takes = tuple(dict.fromkeys(a for a in tensors if isinstance(a, Var)))
-    return [Lowered(takes, (out.atom,), emit, "head and loss in one")]
+    return [Lowered(takes, (made,), emit, "head and loss in one")]
 
 
 def _tokens(r: Raised) -> int:

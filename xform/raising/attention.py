@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from xform.axes.factors import Shape
-from xform.raising.flat import View, size
+from xform.raising.flat import View, dtype_of, size
 from xform.raising.lettering import Setting, letters
 from xform.raising.logits import FAR, Added, Logits, Miss, Part, Selected, Tracer
 from xform.raising.meaning import Attention, Near, Raised, Tensor
@@ -293,12 +293,12 @@ class _Candidate:
         """Whether a value is a boolean's 0 and 1, cast and moved."""
         while (number := self.reading.number(atom)) >= 0:
             eqn = self.view.eqns[number]
-            if atom.aval.dtype == bool:
+            if dtype_of(atom).kind == "b":
                 break
             if len(eqn.invars) != 1:
                 return False
             atom = eqn.invars[0]
-        return bool(atom.aval.dtype == bool)
+        return bool(dtype_of(atom).kind == "b")
 
     def _sink(self, logits: Logits, mixing: Mixing, total: Atom | None, made: set[Var]) -> Factor | None:
         """A logit more, that has no value."""
@@ -417,7 +417,7 @@ class _Candidate:
             dropout=bool(weighing),
             cross=self._is_cross(q[0], k[0], named, mask.kinds, parts),
             latent=len(pairs) > 1 or self._is_latent(k[0], v, named),
-            softmax=str(self.start.aval.dtype),
+            softmax=str(dtype_of(self.start)),
             more=tuple(pairs[1:]),
             bias_factors=read.pieces.factors,
         )
@@ -452,7 +452,7 @@ class _Candidate:
             )
 
         def rank(x: Source) -> tuple[int, int, int]:
-            bytes_ = math.prod(size(x.atom)) * x.atom.aval.dtype.itemsize
+            bytes_ = math.prod(size(x.atom)) * dtype_of(x.atom).itemsize
             joined = sum(len(self.space.leaves(d)) > 1 for d in x.dims)
             ones = sum(not d for d in x.dims)
             return (bytes_, joined, ones)

@@ -23,7 +23,7 @@ from xform.raising.flat import View
 from xform.raising.indices import groups
 from xform.raising.loops import Carry, Loop
 from xform.raising.meaning import Near, Product, Raised, Recurrence, Tensor
-from xform.raising.points import Known, Points, Unknown, random_known
+from xform.raising.points import Known, Points, Unknown, in_turn, of_turn, random_known
 from xform.raising.roots import Root, Roots
 from xform.raising.terms import Dim, Factor, Index, Term, Terms
 from xform.raising.unrolled import unrolled
@@ -72,7 +72,7 @@ def chunks(loop: Loop, carry: Carry, around: Terms, inside: Terms) -> Iterator[R
         if not turn or not place:
             continue
         index = tuple(turn + place if d == dim else labels.fresh(n) for d, n in enumerate(shape_of(out)))
-        roots = Roots(loop, carry, around, inside, turn, loop.length * chunk)
+        roots = Roots(loop, carry, around, inside, turn, place)
         read = roots.of(out, index)
         if roots.state is None:
             continue
@@ -279,13 +279,13 @@ def _known(case: Chunked, guess: Guess, turn: int) -> dict[Var, Known]:
     around = Points(loop.view, known, wide=True)
     for v, (atom, timed) in loop.inputs.items():
         if timed:
-            known.setdefault(v, lambda index, atom=atom: around.at(atom, (np.asarray(turn), *index)))
+            known.setdefault(v, of_turn(around, atom, turn))
     unrolled(loop.view, known, loop.eqn)
     unrolled(loop.body, known)
     inside = Points(loop.body, known, wide=True)
     for atom, var in loop.stacked:
         if not isinstance(var, DropVar):
-            known[var] = lambda index, atom=atom: inside.at(atom, index[1:])
+            known[var] = in_turn(inside, atom)
     around.known.update(known)
     inside.known.update(known)
     return known

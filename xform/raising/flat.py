@@ -181,8 +181,8 @@ class _Opening:
                 (body,) = bodies(eqn)
                 inside: dict[Var, Atom] = dict(zip(body.invars, map(read, eqn.invars), strict=True))
                 for v, value in zip(body.constvars, body.consts, strict=True):
-                    inside[v] = Var(v.aval)
-                    self.constvars.append(inside[v])
+                    inside[v] = fresh_constant = Var(v.aval)
+                    self.constvars.append(fresh_constant)
                     self.consts.append(value)
                 stack = eqn.source_info.name_stack
                 outs = self.into(body, inside, here, stack if within is None else within + stack)
@@ -204,6 +204,12 @@ class _Opening:
             self.eqns.append(eqn)
             self.chains.append(here)
         return [read(v) for v in jaxpr.outvars]
+
+
+def dtype_of(atom: Atom) -> Any:
+    """The dtype of an atom that is an array."""
+    aval: Any = atom.aval
+    return aval.dtype
 
 
 def size(atom: Atom) -> tuple[int, ...]:

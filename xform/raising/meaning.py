@@ -151,6 +151,7 @@ class Experts:
 
     style: "ragged_dot", "sorted", "one_hot", "loop", "all". x: tokens; w: weights with the experts' dimension
     "x"; sizes: tokens of each expert, where known.
+    products: of ragged ones, tokens, weights, sizes and result.
     """
 
     style: str
@@ -159,6 +160,7 @@ class Experts:
     out: Tensor
     experts: int
     sizes: Tensor | None = None
+    products: tuple[tuple[Atom, Atom, Atom, Var], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from xform.axes.factors import Shape
-from xform.raising.flat import size
+from xform.raising.flat import dtype_of, size
 from xform.raising.points import Unknown
 from xform.raising.reading import MOVES, Reading, Space
 from xform.trace import Atom, JaxprEqn, Var
@@ -150,7 +150,7 @@ def _step(reading: Reading, number: int, v: Var) -> _Step | None:
     eqn = reading.view.eqns[number]
     name = eqn.primitive.name
     if name == "convert_element_type":
-        old, new = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
+        old, new = dtype_of(eqn.invars[0]), dtype_of(eqn.outvars[0])
         widens = np.promote_types(old, new) == new if old.kind in "fV" and new.kind in "fV" else False
         return _Step(number, 0, 0, 1.0, old != new) if widens else None
     if name in MOVES:

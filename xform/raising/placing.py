@@ -106,7 +106,7 @@ def _values(claim: Claim, view: View, numbers: Mapping[Chain, int], site: Site) 
 
 def _results(claim: Claim, made: Mapping[Var, Value], site: Site, view: View) -> list[Value]:
     """The results of an equation of which a claim gives some; nobody reads the others."""
-    own = {claim.view.chains[claim.view.makers[v]]: {} for v in claim.gives}
+    own: dict[Chain, dict[int, Value]] = {claim.view.chains[claim.view.makers[v]]: {} for v in claim.gives}
     for v in claim.gives:
         number = claim.view.makers[v]
         own[claim.view.chains[number]][claim.view.eqns[number].outvars.index(v)] = made[v]

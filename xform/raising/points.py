@@ -245,3 +245,13 @@ def _mixed(x: Array) -> Array:
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         return np.asarray(x ^ (x >> np.uint64(31)))
+
+
+def of_turn(points: Points, atom: Atom, turn: int) -> Known:
+    """The values of row `turn` of an atom: what a loop's body is given in that turn."""
+    return lambda index: points.at(atom, (np.asarray(turn), *index))
+
+
+def in_turn(points: Points, atom: Atom) -> Known:
+    """The values of an atom of a body as the rows that the loop stacks: the same in each."""
+    return lambda index: points.at(atom, index[1:])

@@ -112,9 +112,9 @@ class Probe:
             total = total + np.exp(points.at(claim.sink.atom, self.index(claim.sink.dims)) - top)
         with np.errstate(invalid="ignore"):  # rows that see no key
             w = e / total
-        for factor in claim.after:
-            value = points.at(factor.atom, self.index(factor.dims))
-            w = w * (value if factor.seen is None else value == factor.seen)
+        for each in claim.after:
+            value = points.at(each.atom, self.index(each.dims))
+            w = w * (value if each.seen is None else value == each.seen)
         w = w * claim.scale
         v = known[claim.v.atom](self.index(claim.v.dims)) * claim.v.factor  # type: ignore[index]
         with np.errstate(all="ignore"):

@@ -64,7 +64,7 @@ def readout(terms: Terms, carry: Carry, index: Index) -> Readout | None:
 def _scaled(terms: Terms, out: Var, index: Index, term: Term) -> Read:
     """With what is read multiplied by a number, where it is used for nothing else."""
     view = terms.view
-    while len(users := view.users.get(out, ())) == 1 and users[0] >= 0:
+    while len(users := view.users.get(out, [])) == 1 and users[0] >= 0:
         eqn = view.eqns[users[0]]
         numbers = [v for v in eqn.invars if isinstance(v, Literal)]
         if (

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from xform.raising.chunks import chunks
-from xform.raising.flat import View
+from xform.raising.flat import View, dtype_of
 from xform.raising.loops import Carry, Loop, counts, loops
 from xform.raising.meaning import Near, Raised
 from xform.raising.readout import ReadOtherwise, Readout, readout
@@ -58,7 +58,7 @@ def recurrences(view: View) -> Iterator[Raised | Near]:
 
 def _may_be_state(carry: Carry) -> bool:
     dims = [n for n in shape_of(carry.into) if n > 1]
-    return len(dims) >= 2 and carry.into.aval.dtype.kind in "fV" and isinstance(carry.out, Var)
+    return len(dims) >= 2 and dtype_of(carry.into).kind in "fV" and isinstance(carry.out, Var)
 
 
 def anything(factor: Factor) -> bool:
@@ -93,8 +93,8 @@ class _Step:
             raise Missing("its state is mixed by a matrix, not decayed")
         try:
             out = readout(self.terms, self.carry, index)
-        except ReadOtherwise as why:
-            raise Missing(str(why)) from None
+        except ReadOtherwise as other:
+            raise Missing(str(other)) from None
         if out is None:
             return None
         index = tuple(map(self.labels.resolved, index))

@@ -13,6 +13,7 @@ import dataclasses
 
 from xform.higher_order import bodies
 from xform.raising.elementwise import is_elementwise
+from xform.raising.flat import dtype_of
 from xform.raising.indices import SAME
 from xform.raising.loops import Carry, Loop
 from xform.raising.terms import Dim, Index, Labels, Terms
@@ -37,10 +38,11 @@ class Root:
 class Roots:
     """Walks back from values of a loop over chunks, and of the view around it."""
 
-    def __init__(self, loop: Loop, carry: Carry, around: Terms, inside: Terms, turn: Dim, time: int) -> None:
+    def __init__(self, loop: Loop, carry: Carry, around: Terms, inside: Terms, turn: Dim, place: Dim) -> None:
         self.loop, self.carry, self.around, self.inside = loop, carry, around, inside
         self.labels: Labels = around.labels
-        self.turn, self.time = turn, time
+        self.turn, self.place = turn, place
+        self.time = loop.length * self.labels.sizes[place[0]]
         self.state: Index | None = None
         self.stacked = {var: atom for atom, var in loop.stacked}
 
@@ -49,8 +51,12 @@ class Roots:
         self.found: dict[Var, Root] = {}
         self.seen: dict[tuple[Var, bool], bool] = {}
         self._into(atom, index, self.inside if body else self.around, False, True)
-        resolve = self.labels.resolved
-        return [dataclasses.replace(r, index=tuple(map(resolve, r.index))) for r in self.found.values()]
+        return [dataclasses.replace(r, index=tuple(map(self._named, r.index))) for r in self.found.values()]
+
+    def _named(self, dim: Dim) -> Dim:
+        """Whole time by the labels of the result's time: other steps of a chunk have labels of their own."""
+        dim = self.labels.resolved(dim)
+        return self.turn + self.place if dim[:1] == self.turn else dim
 
     def _into(self, atom: Atom, index: Index, terms: Terms, grown: bool, first: bool = False) -> None:
         if isinstance(atom, Literal):
@@ -73,7 +79,7 @@ class Roots:
             self._into(moved[0], moved[1], terms, grown, first)
             return
         atom = terms.same(atom)
-        if atom.aval.dtype.kind not in "fV" or self.seen.get((atom, terms is self.around), True) <= grown:
+        if dtype_of(atom).kind not in "fV" or self.seen.get((atom, terms is self.around), True) <= grown:
             return
         self.seen[atom, terms is self.around] = grown
         eqn = terms.view.maker(atom)

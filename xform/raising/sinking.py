@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -157,18 +158,15 @@ class _Sinking:
         """The body with what goes into it: of the operands that it keeps, and what the others start from."""
         if not self.chains:
             return sunk(self.body)
-        eqn, leaves = self.site.eqn, list(self.leaves)
+        leaves = list(self.leaves)
+        places: list[tuple[int, Any]] = list(enumerate(self.site.eqn.invars))
 
         def program(*xs: Value) -> list[Value]:
             env: dict[Var, Value] = dict(zip(leaves, xs[len(kept) :], strict=True))
             for chain in self.chains.values():
                 _evaluate(chain, env)
             given = dict(zip(kept, xs, strict=False))
-            operands = [
-                given[n] if n in given else env[v]
-                for n, v in enumerate(eqn.invars)
-                if n in given or isinstance(v, Var)
-            ]
+            operands = [given[n] if n in given else env[v] for n, v in places]
             return eval_jaxpr(self.body, *operands)
 
         avals = [self.body.invars[n].aval for n in kept] + [v.aval for v in leaves]

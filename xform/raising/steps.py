@@ -11,7 +11,7 @@ import numpy as np
 from xform.raising.flat import View
 from xform.raising.loops import Carry, Loop
 from xform.raising.meaning import Product, Raised, Recurrence, Tensor
-from xform.raising.points import Points, Unknown, random_inputs
+from xform.raising.points import Points, Unknown, of_turn, random_inputs
 from xform.raising.readout import Readout
 from xform.raising.terms import Factor, Index, Term, Terms
 from xform.trace import Atom, DropVar, Literal, Var, shape_of
@@ -132,7 +132,7 @@ def _known(loop: Loop, carry: Carry, terms: Terms, parts: Parts, out: Readout, t
     around = Points(loop.view, known, wide=True)
     for v, (atom, timed) in loop.inputs.items():
         if timed and v not in known:
-            known[v] = lambda index, atom=atom: around.at(atom, (np.asarray(turn), *index))
+            known[v] = of_turn(around, atom, turn)
     for c in loop.carries:
         if c.into not in known:
             known |= random_inputs([c.into], 3)
@@ -238,9 +238,8 @@ def _logarithm(loop: Loop, terms: Terms, decay: Term) -> tuple[Term, bool]:
         return decay, False
     atom: Atom = decay.factors[0].atom
     index = decay.factors[0].index
-    here: Terms | None = (
-        terms if _inside(loop.body, decay.factors[0].atom) else terms.outer and terms.outer.terms
-    )
+    around = terms.outer.terms if terms.outer is not None else None
+    here: Terms | None = terms if _inside(loop.body, decay.factors[0].atom) else around
     while here is not None and isinstance(atom, Var):
         if here is terms and atom in loop.inputs and terms.outer is not None:
             atom, timed = loop.inputs[atom]

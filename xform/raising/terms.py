@@ -270,7 +270,9 @@ class Terms:
         eqn = self.view.maker(var)
         if eqn is None:
             return None
-        x = eqn.invars[0] if eqn.invars else None
+        if not eqn.invars:
+            return None
+        x = eqn.invars[0]
         name = eqn.primitive.name
         if name in SAME:
             if name == "convert_element_type" and not (_is_float(x) and _is_float(var)):
