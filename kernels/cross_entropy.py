@@ -133,7 +133,8 @@ class CrossEntropyGradient(_Loss):
 def _shares(form: Form, labels: jax.Array, z: jax.Array) -> jax.Array:
     """[t, v]: the weight of each logit in what is taken from lse."""
     hit = labels[:, None] == lax.broadcasted_iota(jnp.int32, z.shape, 1)
-    return jnp.where(hit, 1.0 - form.smoothing, 0.0) + form.smoothing / z.shape[1]
+    shares: jax.Array = jnp.where(hit, 1.0 - form.smoothing, 0.0) + form.smoothing / z.shape[1]
+    return shares
 
 
 # ---------------------------------------------------------------- with a gradient
@@ -225,6 +226,7 @@ def seconds(way: str, chip: str, t: int, d: int, v: int, size: int = 2, chunks: 
         sizes = [(way, sizes_of(chip, way, t, d, v, size, Blocks()), products) for way, products in passes]
     except PlanError:  # no blocks of such vectors fit
         return math.inf
+    product /= row.busy
     return sum(max(n * product, moved(way, s, t, d, v, size) / row.bandwidth) for way, s, n in sizes)
 
 

@@ -31,7 +31,8 @@ class Blocks:
 @dataclasses.dataclass(frozen=True)
 class Chip:
     """vmem: bytes that a kernel may ask for. blocks: the longest. cores: of a device, each with its own VMEM.
-    flops, bandwidth: of a device, a second.
+    flops, bandwidth: of a device, a second. busy: the share of the flops that the kernels' scheduled bundles
+    come to (tests/benchmarks/kernels_cross_entropy).
     """
 
     vmem: int
@@ -39,12 +40,13 @@ class Chip:
     cores: int
     flops: float
     bandwidth: float
+    busy: float = 1.0
 
 
 CHIPS = {
     "v5e": Chip(100 * MIB, Blocks(512, 1280, 256, 1280), 1, 197e12, 819e9),
     "v5p": Chip(60 * MIB, Blocks(512, 640, 256, 640), 2, 459e12, 2765e9),
-    "v6e": Chip(100 * MIB, Blocks(1024, 640, 256, 1280), 1, 918e12, 1638e9),
+    "v6e": Chip(100 * MIB, Blocks(1024, 640, 256, 1280), 1, 918e12, 1638e9, 0.75),
 }
 OTHER = "v5e"
 """The chip whose row is taken for one that has none."""

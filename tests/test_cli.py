@@ -219,3 +219,11 @@ def test_aot_tells_what_is_written_from_what_is_compiled():
     assert "for weights and their gradients, compiled" in out
     rows = [line for line in out.splitlines() if line.startswith("shard") and line.endswith("activations")]
     assert len(rows) <= 9 and max(map(len, out.split("promises")[0].splitlines())) < 200
+
+
+def test_dump_raise_prints_what_is_recognised_and_takes_no_plan():
+    target = ["dump", "xform.models.llama:loss", "-s", "size=tiny", "--raise"]
+    assert "mask causal" in xform(*target).stdout
+    found = json.loads(xform(*target, "--json").stdout)
+    assert {each["op"] for each in found["raised"]} == {"attention", "cross_entropy", "layers", "norm"}
+    assert "--mesh has no part in it" in xform(*target, "--mesh", "fsdp=8", code=2).stderr

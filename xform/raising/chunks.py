@@ -76,9 +76,9 @@ def chunks(loop: Loop, carry: Carry, around: Terms, inside: Terms) -> Iterator[R
         read = roots.of(out, index)
         if roots.state is None:
             continue
-        state = tuple(map(labels.resolved, roots.state))
-        kept = roots.of(carry.out, state, body=True)
-        index = tuple(map(labels.resolved, index))
+        kept = roots.of(carry.out, roots.state, body=True)
+        read, kept = ([dataclasses.replace(r, index=roots.named(r.index)) for r in rs] for rs in (read, kept))
+        index, state = roots.named(index), roots.named(roots.state)
         here = {label for d in index for label in d}
         keys = frozenset(label for d in state for label in d if label not in here)
         of_keys = frozenset().union(*(r.labels for r in read + kept if r.labels & keys))

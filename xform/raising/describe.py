@@ -115,6 +115,11 @@ def axes(r: Raised) -> dict[str, int]:
         shape = getattr(r.meaning.x.atom.aval, "shape", ())
         embed = math.prod(shape[i] for i in r.meaning.axes)
         return {"batch": math.prod(shape) // max(embed, 1), "embed": embed}
+    if isinstance(r.meaning, Experts):
+        wide = {"k": "embed", "f": "mlp"}
+        rows = [n for letter, n in r.sizes.items() if letter in (*r.meaning.x.dims,) and letter not in wide]
+        found = {name: r.sizes[letter] for letter, name in wide.items() if letter in r.sizes}
+        return {"batch": math.prod(rows), "experts": r.meaning.experts} | found
     if isinstance(r.meaning, CrossEntropy):
         named["embed"] = named.pop("head_dim")
     return {"batch": math.prod(batch)} | named

@@ -147,11 +147,17 @@ class CrossEntropy:
 
 @dataclasses.dataclass(frozen=True)
 class Experts:
-    """One product, or several, of tokens with the weights of the expert each was sent to.
+    """Products of tokens with the weights of the expert that each was sent to: all of one dispatch.
 
-    style: "ragged_dot", "sorted", "one_hot", "loop", "all". x: tokens; w: weights with the experts' dimension
-    "x"; sizes: tokens of each expert, where known.
-    products: of ragged ones, tokens, weights, sizes and result.
+    style: how it was written: "ragged_dot"; "one_hot" (dispatched by products with zeros and ones); "sorted"
+    (scattered or gathered to places of their experts, or laid out over experts); "loop" (over experts);
+    "all" (all experts, and a choice); "gathered" (each token's weights are looked up).
+
+    Letters: m: tokens, or rows of sorted ones (others where tokens have more dimensions); k: contracted with
+    the first weights; f: what they give, o: what weights after those give; x: experts; a capital instead
+    where sizes differ. out: the result of the last product, of ragged ones, or the first value of all of them
+    in which a token has what its expert gave. sizes: rows of each expert, where ragged. products: of ragged
+    products of [m, k], [x, k, f] and [x] in this order, the operands and the result.
     """
 
     style: str

@@ -151,13 +151,13 @@ class Probe:
             reach = spread / abs(part.factor) if part.factor else 1.0
             known[part.product.out] = _scaled(random_known(part.product.out, 97 * seed + n), reach)
         pieces = claim.read.pieces
-        cut: list[Atom] = [t.atom for t in (*pieces.mask.chosen, *pieces.bias)]
-        cut += [t.atom for pair in pieces.mask.segments for t in pair]
-        cut += [f.atom for f in claim.after]
-        cut += [claim.sink.atom] if claim.sink is not None else []
-        for n, atom in enumerate(cut):
+        tensors = [*pieces.mask.chosen, *pieces.bias, *(t for pair in pieces.mask.segments for t in pair)]
+        cut: list[tuple[Atom, tuple[str, ...] | None]] = [(t.atom, t.dims) for t in tensors]
+        cut += [(f.atom, None) for f in claim.after]
+        cut += [(claim.sink.atom, None)] if claim.sink is not None else []
+        for n, (atom, dims) in enumerate(cut):
             if isinstance(atom, Var) and atom not in known and self.reading.takes_inputs(atom):
-                known[atom] = random_known(atom, 101 * seed + 11 + n, 3)
+                known[atom] = _along(random_known(atom, 101 * seed + 11 + n, 3), dims)
         assert isinstance(claim.v.atom, Var)
         known[claim.v.atom] = random_known(claim.v.atom, 103 * seed + 7)
         rest: set[Var] = set()
@@ -172,6 +172,13 @@ class Probe:
 def close(a: Any, b: Any, size: float) -> bool:
     """Whether two arrays agree to the digits that formulas agree to in float64."""
     return bool(np.allclose(a, b, rtol=RTOL, atol=RTOL * max(size, 1e-30), equal_nan=True))
+
+
+def _along(f: Known, dims: tuple[str, ...] | None) -> Known:
+    """Values that change only along dimensions that have letters."""
+    if dims is None or all(dims):
+        return f
+    return lambda index: f(tuple(i if dim else np.zeros_like(i) for i, dim in zip(index, dims, strict=True)))
 
 
 def _scaled(f: Known, by: float) -> Known:

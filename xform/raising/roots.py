@@ -45,18 +45,37 @@ class Roots:
         self.time = loop.length * self.labels.sizes[place[0]]
         self.state: Index | None = None
         self.stacked = {var: atom for atom, var in loop.stacked}
+        self.one: dict[int, int] = {}
 
     def of(self, atom: Atom, index: Index, body: bool = False) -> list[Root]:
         """The roots of a value of the view; or, with `body`, of the loop's body."""
         self.found: dict[Var, Root] = {}
-        self.seen: dict[tuple[Var, bool], bool] = {}
+        self.seen: dict[tuple[Var, bool], tuple[bool, Index]] = {}
         self._into(atom, index, self.inside if body else self.around, False, True)
-        return [dataclasses.replace(r, index=tuple(map(self._named, r.index))) for r in self.found.values()]
+        return list(self.found.values())
 
-    def _named(self, dim: Dim) -> Dim:
-        """Whole time by the labels of the result's time: other steps of a chunk have labels of their own."""
-        dim = self.labels.resolved(dim)
-        return self.turn + self.place if dim[:1] == self.turn else dim
+    def named(self, index: Index) -> Index:
+        """The index with one label for all that label the same dimension of a value; and whole time by the
+        labels of the result's time, since the other steps of a chunk have labels of their own.
+        """
+        dims = (self.labels.resolved(dim) for dim in index)
+        return tuple(
+            self.turn + self.place if dim[:1] == self.turn else tuple(map(self._first, dim)) for dim in dims
+        )
+
+    def _first(self, label: int) -> int:
+        while label in self.one:
+            label = self.one[label]
+        return label
+
+    def _alike(self, index: Index, other: Index) -> None:
+        """Two indices of one value: their labels are the same."""
+        for mine, theirs in zip(index, other, strict=True):
+            mine, theirs = self.labels.resolved(mine), self.labels.resolved(theirs)
+            if len(mine) == len(theirs):
+                for a, b in zip(map(self._first, mine), map(self._first, theirs), strict=True):
+                    if a != b:
+                        self.one[max(a, b)] = min(a, b)
 
     def _into(self, atom: Atom, index: Index, terms: Terms, grown: bool, first: bool = False) -> None:
         if isinstance(atom, Literal):
@@ -72,6 +91,8 @@ class Roots:
             if isinstance(atom, Var):
                 var = terms.same(atom)
                 old = self.found.get(var)
+                if old is not None:
+                    self._alike(old.index, index)
                 self.found[var] = Root(var, index, grown and (old is None or old.grown))
             return
         moved = terms.moved(atom, index)
@@ -79,9 +100,14 @@ class Roots:
             self._into(moved[0], moved[1], terms, grown, first)
             return
         atom = terms.same(atom)
-        if dtype_of(atom).kind not in "fV" or self.seen.get((atom, terms is self.around), True) <= grown:
+        if dtype_of(atom).kind not in "fV":
             return
-        self.seen[atom, terms is self.around] = grown
+        key = atom, terms is self.around
+        if key in self.seen:
+            self._alike(self.seen[key][1], index)
+            if self.seen[key][0] <= grown:
+                return
+        self.seen[key] = grown, index
         eqn = terms.view.maker(atom)
         if eqn is None:
             self._input(atom, index, terms, grown)
@@ -108,7 +134,9 @@ class Roots:
         if terms is self.around:
             return
         if var is self.carry.into:
-            self.state = self.state or index
+            if self.state is None:
+                self.state = index
+            self._alike(self.state, index)
         elif var in self.loop.inputs:
             out, timed = self.loop.inputs[var]
             if timed:

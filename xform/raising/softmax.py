@@ -67,10 +67,13 @@ def mixings(reading: Reading, space: Space, start: Var, dims: Shape) -> Iterator
                 continue
             eqn = reading.view.eqns[n]
             name = eqn.primitive.name
-            if name == "dot_general":
+            if name == "dot_general" and (repeated := _repeated(reading, n, v, own)) is not None:
+                todo.append((eqn.outvars[0], repeated[0], (*steps, repeated[1])))
+            elif name == "dot_general":
                 mixing = _dot(reading, space, n, v, own, steps, start)
                 if mixing is not None:
                     yield mixing
+            if name == "dot_general":
                 continue
             k = moved(eqn, v)
             if k is not None or name == "slice":
@@ -89,6 +92,24 @@ def mixings(reading: Reading, space: Space, start: Var, dims: Shape) -> Iterator
                 step = _choice(reading, n, v, own, start)
                 if step is not None:
                     todo.append((eqn.outvars[0], own, (*steps, step)))
+
+
+def _repeated(reading: Reading, n: int, v: Var, own: Shape) -> tuple[Shape, Step] | None:
+    """A product that sums over nothing, with what is the same number everywhere and has no dimension of its
+    own: its dimensions, and what it does. Masks of heads that mask none are such.
+    """
+    eqn = reading.view.eqns[n]
+    contracted, batch = eqn.params["dimension_numbers"]
+    side = next(k for k, w in enumerate(eqn.invars) if w is v)
+    other = eqn.invars[1 - side]
+    if contracted[0] or len(batch[1 - side]) != len(size(other)):
+        return None
+    factor = reading.constant(other)
+    if factor is None:
+        return None
+    rest = [d for d in range(len(own)) if d not in batch[side]]
+    dims = tuple(own[d] for d in (*batch[side], *rest))
+    return dims, Step("scale", n, factor=factor)
 
 
 def _dot(

@@ -31,6 +31,8 @@ def unrolled(view: View, known: dict[Var, Known], leave: JaxprEqn | None = None)
     for eqn in view.eqns:
         if eqn.primitive.name == "triangular_solve":
             known.setdefault(eqn.outvars[0], _solution(view, eqn, known))
+        elif eqn.primitive.name == "scatter" and _is_window(eqn):
+            known.setdefault(eqn.outvars[0], _written(view, eqn, known))
 
 
 Box = tuple[Array, ...]
@@ -103,6 +105,7 @@ def _run(loop: Loop, place: int, box: Box, stacked: bool, known: Mapping[Var, Kn
         for v, (atom, timed) in loop.inputs.items():
             if timed:
                 here[v] = _slice(around, atom, at)
+        unrolled(loop.body, here)
         points = Points(loop.body, here, wide=True)
         if stacked:
             atom, _ = loop.stacked[place - len(loop.carries)]
@@ -149,6 +152,42 @@ def _solution(view: View, eqn: JaxprEqn, known: Mapping[Var, Known]) -> Known:
                 )
             made[key] = solved, box
         return _full(*made[key], index)
+
+    return values
+
+
+def _is_window(eqn: JaxprEqn) -> bool:
+    """Whether a scatter writes one window: `x.at[i].set(row)`."""
+    dims = eqn.params["dimension_numbers"]
+    whole = len(dims.update_window_dims) == len(shape_of(eqn.invars[2])) and not dims.operand_batching_dims
+    return whole and len(shape_of(eqn.invars[1])) == 1 and not eqn.params.get("update_jaxpr")
+
+
+def _written(view: View, eqn: JaxprEqn, known: Mapping[Var, Known]) -> Known:
+    x, places, new = eqn.invars
+    dims = eqn.params["dimension_numbers"]
+    sizes = shape_of(x)
+    left = [d for d in range(len(sizes)) if d not in dims.inserted_window_dims]
+    window = dict(zip(left, shape_of(new), strict=True))
+
+    def values(index: Index) -> Array:
+        points = Points(view, known, wide=True)
+        first = np.zeros(len(sizes), np.int64)
+        at = np.asarray(points.at(places, (np.arange(len(dims.scatter_dims_to_operand_dims)),)))
+        first[list(dims.scatter_dims_to_operand_dims)] = at
+        room = [n - window.get(d, 1) for d, n in enumerate(sizes)]
+        if "CLIP" in str(eqn.params["mode"]):
+            first = np.clip(first, 0, room)
+        elif not all(0 <= i <= n for i, n in zip(first, room, strict=True)):
+            return points.at(x, index)
+        inside: Any = np.asarray(True)
+        for d, i in enumerate(index):
+            inside = inside & (i >= first[d]) & (i < first[d] + window.get(d, 1))
+        if not np.any(inside):
+            return points.at(x, index)
+        moved = tuple(np.clip(index[d] - first[d], 0, window[d] - 1) for d in left)
+        old = points.at(x, index) if not np.all(inside) else np.zeros(())
+        return np.where(inside, points.at(new, moved), old)
 
     return values
 
