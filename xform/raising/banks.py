@@ -236,7 +236,8 @@ def dispatched(view: View, atom: Atom, known: frozenset[Var]) -> tuple[Var | Non
 
 def _routes(view: View, atom: Atom, known: frozenset[Var]) -> bool:
     """Whether a value follows from integers or booleans that are computed or given, not by a product."""
-    todo, seen = [atom], set()
+    todo: list[Atom] = [atom]
+    seen: set[Any] = set()
     while todo and len(seen) < 60:
         v = todo.pop()
         if isinstance(v, Literal) or v in seen or v in known:
