@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xform.errors import Decline, PlanError
+from xform.errors import Decline
 from xform.kernels import splash
 from xform.kernels.attention import AttentionForward, attention_and_lse
 from xform.kernels.blocks import Blocks
-from xform.kernels.lowered import Lowered, Options, value
+from xform.kernels.lowered import Lowered, Options, checked, value
 from xform.raising.canonical import arranged, back
 from xform.raising.meaning import Attention, Chosen, Raised, Tensor
 from xform.trace import Value, Var
@@ -25,15 +26,6 @@ from xform.trace import Value, Var
 SOFT = -1e6
 """A finite number that is added to the logits of unseen keys hides them from queries that see others; where
 it is larger than this, a query that sees none still tells keys apart."""
-
-
-def blocks_of(given: Mapping[str, int]) -> Blocks:
-    """Block sizes that a plan gives; PlanError for one that there is not."""
-    known = [f.name for f in dataclasses.fields(Blocks)]
-    for name in given:
-        if name not in known:
-            raise PlanError(f"kernels.blocks: attention has no {name!r}; it has {', '.join(known)}")
-    return Blocks(**dict(given))  # type: ignore[arg-type]
 
 
 def attended(r: Raised, options: Options) -> list[Lowered]:
@@ -58,6 +50,7 @@ def attended(r: Raised, options: Options) -> list[Lowered]:
     if empty and m.mask.added and m.mask.filled > SOFT:
         raise Decline(f"a query that sees no key would see all, since the mask adds only {m.mask.filled:g}")
     assert m.mask.band is not None
+    blocks: Any = dict(checked(options, r.op, [f.name for f in dataclasses.fields(Blocks)]))
     op = AttentionForward(
         band=m.mask.band,
         scale=m.scale,
@@ -65,7 +58,7 @@ def attended(r: Raised, options: Options) -> list[Lowered]:
         sinks=m.sinks is not None,
         complete=not empty,
         chip=options.chip,
-        blocks=blocks_of(options.blocks),
+        blocks=Blocks(**blocks),
         interpret=options.interpret,
     )
     kind = jnp.result_type(*(t.atom.aval.dtype for t in (m.q, m.k, m.v)))  # type: ignore[attr-defined]

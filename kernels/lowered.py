@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
+from xform.errors import PlanError
 from xform.raising.meaning import Tensor
 from xform.trace import Literal, Value, Var
 
@@ -37,3 +38,12 @@ class Lowered:
 def value(tensor: Tensor, values: Mapping[Var, Value]) -> Value:
     """The value that a tensor names."""
     return tensor.atom.val if isinstance(tensor.atom, Literal) else values[tensor.atom]
+
+
+def checked(options: Options, op: str, known: Sequence[str]) -> Mapping[str, int]:
+    """The block sizes that a plan gives an operation; PlanError for one that there is not."""
+    for name in options.blocks:
+        if name not in known:
+            has = ", ".join(known) or "none of its own"
+            raise PlanError(f"kernels.blocks: {op} has no {name!r}; it has {has}")
+    return options.blocks

@@ -17,7 +17,7 @@ from xform.errors import Decline
 from xform.kernels import cross_entropy as losses
 from xform.kernels import grouped as megablox
 from xform.kernels.attending import attended
-from xform.kernels.lowered import Lowered, Options, value
+from xform.kernels.lowered import Lowered, Options, checked, value
 from xform.kernels.recurrence import recurrence
 from xform.raising.canonical import arranged, back
 from xform.raising.describe import axes, mask_name
@@ -42,6 +42,7 @@ def recurred(r: Raised, options: Options) -> list[Lowered]:
     if m.step is not None or m.read is not None:
         raise Decline("what it takes or gives is computed step by step in its loop")
     sizes = {"n": 1, **r.sizes}
+    blocks = checked(options, r.op, ("chunk", "heads"))
     if sizes["t"] < options.shortest:
         raise Decline(f"{sizes['t']} steps, fewer than kernels.shortest = {options.shortest}")
     batch = "".join(c for c in r.sizes if c not in "ntde")
@@ -90,8 +91,8 @@ def recurred(r: Raised, options: Options) -> list[Lowered]:
             initial,
             scale=m.scale,
             chip=options.chip,
-            chunk=options.blocks.get("chunk"),
-            heads=options.blocks.get("heads"),
+            chunk=blocks.get("chunk"),
+            heads=blocks.get("heads"),
             interpret=options.interpret,
         )
         out = jnp.flip(out, 2) if m.reverse else out
@@ -110,6 +111,7 @@ def entropied(r: Raised, options: Options) -> list[Lowered]:
     """The head and its cross-entropy as one kernel that never has the logits whole."""
     m = r.meaning
     assert isinstance(m, CrossEntropy)
+    checked(options, r.op, ())
     t, d, v = _tokens(r), r.sizes["d"], r.sizes["v"]
     for held, why in (
         (m.logits_used, "its logits are used besides: they are needed whole"),
@@ -185,6 +187,7 @@ def grouped(r: Raised, options: Options) -> list[Lowered]:
     """Products of sorted tokens with the weights of each one's expert, by megablox."""
     m = r.meaning
     assert isinstance(m, Experts)
+    checked(options, r.op, ())
     if not m.products:
         raise Decline(f"its products are written as {m.style}, not as ragged_dot of sorted tokens")
     return [_grouped(each, options) for each in m.products]

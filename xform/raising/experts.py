@@ -27,6 +27,10 @@ _CHAIN = "kfopqruvwy"
 """Letters of what is contracted, of what comes out and is contracted next, and so on."""
 
 
+ROUTES = frozenset({"approx_top_k", "argmax", "argmin", "sort", "top_k"})
+"""By what a router chooses, where it is written in the body itself."""
+
+
 def experts(view: View) -> Iterator[Raised | Near]:
     """The products by expert of a body, one for each dispatch, and what nearly are."""
     yield from _ragged(view)
@@ -184,11 +188,12 @@ class _Group:
         if not outs or not self._chooses(after, outs[-1]):
             return
         banks = list(dict.fromkeys(c.bank for c in group))
-        routing = Routing(view, group, x, after, outs, self.known)
         try:
+            routing = Routing(view, group, x, after, outs, self.known)
             chosen = routing.experts(banks)
         except TooLarge as why:
-            yield Near(OP, str(why), view, max(c.number for c in group))
+            if any(eqn.primitive.name in ROUTES for eqn in view.eqns):
+                yield Near(OP, str(why), view, max(c.number for c in group))
             return
         if chosen is None:
             return
