@@ -33,6 +33,7 @@ class LookAlike:
 
 
 _MISSED = {
+    "which of its products belong to one layer of experts is not told": "experts-batched",
     "its heads, or the dimension that is contracted, are split or joined where they are multiplied": """
         attention-head_dim_in_two_parts attention-blocks_of_their_own attention-groups_by_stack_and_reshape
         attention-product_and_sum_in_place_of_dots attention-pair_bias_and_gate_like_alphafold
