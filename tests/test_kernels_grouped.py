@@ -76,19 +76,18 @@ def test_columns_may_lie_over_devices(kind: str, cut: str) -> None:
     agree_in_shard_map(case(kind, "aligned"), cut)
 
 
+@pytest.mark.parametrize("kind", ["product", "outer"])
 @pytest.mark.parametrize("tiles", [(16, 128, 128), (32, 256, 128)])
-def test_groups_meet_within_tiles_and_end_past_them(tiles: tuple[int, int, int]) -> None:
+def test_groups_meet_within_tiles_and_end_past_them(kind: str, tiles: tuple[int, int, int]) -> None:
     sizes = jnp.array([3, 0, 40, 16, 0], jnp.int32)
-    x, w = numbers(67, 130), numbers(5, 130, 140, seed=1)
-    op = GroupedMatmul("float32", tiles=tiles, interpret=True)
-    close(op.kernel(x, w, sizes), op.plain(x, w, sizes), TOLERANCE["float32"])
-    outer = GroupedOuter("float32", tiles=tiles, interpret=True)
-    y = numbers(67, 140, seed=2)
-    close(outer.kernel(x, y, sizes), outer.plain(x, y, sizes), TOLERANCE["float32"])
+    op: Any = (GroupedMatmul if kind == "product" else GroupedOuter)("float32", tiles=tiles, interpret=True)
+    other = numbers(5, 130, 140, seed=1) if kind == "product" else numbers(67, 140, seed=2)
+    agree(Case(kind, op, (numbers(67, 130), other, sizes), TOLERANCE["float32"]))
 
 
+@pytest.mark.parametrize("interpret", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_value_and_gradients_are_those_of_ragged_dot(dtype: str) -> None:
+def test_value_and_gradients_are_those_of_ragged_dot(dtype: str, interpret: bool) -> None:
     (m, k, n), groups = SHAPES["rows_left_over"]
     sizes, x = jnp.array(groups, jnp.int32), numbers(m, k, dtype=dtype)
     w, dout = numbers(3, k, n, dtype=dtype, seed=1), numbers(m, n, dtype=dtype, seed=2)
@@ -97,9 +96,8 @@ def test_value_and_gradients_are_those_of_ragged_dot(dtype: str) -> None:
         out, back = jax.vjp(lambda x, w: product(x, w, sizes), x, w)
         return out, *back(dout)
 
-    want = run(lax.ragged_dot)
-    close(run(grouped_matmul), want, TOLERANCE[dtype])
-    close(run(lambda *args: grouped_matmul(*args, interpret=True)), want, TOLERANCE[dtype])
+    got = run(lambda *args: grouped_matmul(*args, interpret=interpret))
+    close(got, run(lax.ragged_dot), TOLERANCE[dtype])
 
 
 def test_rows_without_a_group_are_zero() -> None:
