@@ -33,7 +33,7 @@ ROUTES = frozenset({"approx_top_k", "argmax", "argmin", "sort", "top_k"})
 
 def experts(view: View) -> Iterator[Raised | Near]:
     """The products by expert of a body, one for each dispatch, and what nearly are."""
-    yield from _ragged(view)
+    yield from ragged(view)
     known = static(view)
     for group in _groups(view, list(candidates(view, known))):
         yield from _Group(view, group, known).raised()
@@ -54,7 +54,7 @@ class _Ragged:
     depth: int = 0
 
 
-def _ragged(view: View) -> Iterator[Raised | Near]:
+def ragged(view: View) -> Iterator[Raised | Near]:
     found: dict[Atom, list[_Ragged]] = {}
     for number, eqn in enumerate(view.eqns):
         if eqn.primitive.name != "ragged_dot_general":
