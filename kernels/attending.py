@@ -20,6 +20,7 @@ from xform.kernels.attention import AttentionForward, attention_and_lse
 from xform.kernels.blocks import Blocks
 from xform.kernels.lowered import Lowered, Options, checked, value
 from xform.raising.canonical import arranged, back
+from xform.raising.lettering import OWN
 from xform.raising.meaning import Attention, Chosen, Raised, Tensor
 from xform.trace import Value, Var
 
@@ -37,6 +38,10 @@ def attended(r: Raised, options: Options) -> list[Lowered]:
         raise Decline(f"{' and '.join(m.bias_kinds) or 'bias'} on the logits, which the kernel does not take")
     if m.dropout:
         raise Decline("dropout on the weights, which the kernel does not take")
+    if set(r.sizes) & set(OWN) - set("sde"):
+        raise Decline(
+            "its keys, or the width of its heads, lie in several dimensions or are a sum of several"
+        )
     sizes = {"n": 1, "g": 1, "t": 1, "s": 1, "d": 1, "e": 1, **r.sizes}
     short = {"queries": sizes["t"], "keys": sizes["s"]}
     for what, size in short.items():

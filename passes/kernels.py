@@ -101,7 +101,7 @@ class Kernels:
             if kind is not None:
                 context.report.promise(Promise("kernels", r.op, "kernel", r.line or r.where))
             claims += [Claim(r.view, each.takes, each.gives, each.emit) for each in made]
-        return placed(inside, claims) if claims else jaxpr
+        return placed(inside, claims, context.report) if claims else jaxpr
 
     def _check(self) -> None:
         for name in (*self.only, *self.blocks):

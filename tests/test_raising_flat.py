@@ -12,6 +12,7 @@ from xform.higher_order import equations
 from xform.raising.flat import View, views
 from xform.raising.placing import Claim, placed
 from xform.raising.sinking import sunk
+from xform.report import Report
 from xform.trace import Jaxpr, Var, eval_jaxpr
 
 X = np.linspace(-1, 1, 15, dtype=np.float32).reshape(3, 5)
@@ -119,6 +120,24 @@ def test_a_result_that_is_needed_before_what_it_is_made_of_is_refused() -> None:
     takes, gives = found(view, "tan")[1], found(view, "exp")[1]
     with pytest.raises(Decline, match="needed before"):
         placed(jaxpr, [Claim(view, takes, gives, lambda values: {gives[0]: values[takes[0]]})])
+
+
+def test_a_claim_on_some_results_of_an_equation_whose_others_are_used_is_left_and_said() -> None:
+    def model(x: Any) -> Any:
+        a, b = jnp.split(x, 2)
+        return jnp.tan(a), b
+
+    jaxpr = jax.make_jaxpr(model)(X[:2])
+    (view,) = views(jaxpr)
+    (split,) = [e for e in view.eqns if e.primitive.name == "split"]
+    gives, report = [split.outvars[0], found(view, "tan")[1][0]], Report()
+    claim = Claim(
+        view, list(jaxpr.invars), gives, lambda values: {v: values[jaxpr.invars[0]][:1] for v in gives}
+    )
+    new = placed(jaxpr, [claim], report)
+    for got, want in zip(eval_jaxpr(new, X[:2]), model(X[:2]), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-6)
+    assert "another result of the same equation is used" in str(report)
 
 
 # ---------------------------------------------------------------- what loops are given

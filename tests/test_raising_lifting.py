@@ -53,6 +53,8 @@ PUBLIC_MASKS = {
     "llama": ["causal+padding"] * 2,
     "mistral": ["causal+window+padding"] * 2,
     "bert": ["padding"] * 2,
+    "bloom": ["causal+padding+alibi"] * 2,
+    "t5": ["causal+padding+bias"] * 3 + ["padding"] * 3 + ["padding+bias"] * 2,
     "vit": ["full"] * 2,
     "whisper": ["causal+padding"] * 3 + ["full"] * 5,
 }

@@ -34,22 +34,6 @@ class LookAlike:
 
 _MISSED = {
     "which of its products belong to one layer of experts is not told": "experts-batched",
-    "its heads, or the dimension that is contracted, are split or joined where they are multiplied": """
-        attention-head_dim_in_two_parts attention-blocks_of_their_own attention-groups_by_stack_and_reshape
-        attention-product_and_sum_in_place_of_dots attention-pair_bias_and_gate_like_alphafold
-        attention-decode_with_a_cursor_for_each_row attention-latent_keys_absorbed""",
-    "its sum over the keys is a product with ones": """
-        attention-sum_by_a_product_with_ones attention-sum_by_a_column_of_ones_beside_the_values""",
-    "what is added to its logits is computed from its queries, or is made of the scores": """
-        attention-bias_of_pairs attention-segment_anything_like attention-sink_of_a_logit_of_zero
-        attention-causal_by_a_product_and_a_difference attention-decode_from_pages""",
-    "its mask is read as arbitrary, or by another name": """
-        attention-segments_counted_from_ends_of_text attention-segments_padding_and_causal_multiplied
-        attention-padding_added_where_the_mask_is_set attention-padding_by_a_boolean_less_one
-        attention-minimum_of_two_added_masks attention-sum_of_two_added_masks attention-bloom_like
-        attention-t5x_like attention-dpa_with_lengths_of_keys""",
-    "it is left alone, without the reason that it should have": """
-        attention-sum_with_a_maximum_of_its_own attention-another_mask_above_than_below""",
 }
 
 MISSED: Mapping[str, str] = {name: why for why, names in _MISSED.items() for name in names.split()}

@@ -15,26 +15,24 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any
-
-import numpy as np
 
 from xform.axes.factors import Shape
 from xform.raising.flat import View, dtype_of, size
-from xform.raising.lettering import Setting, letters
+from xform.raising.lettering import OWN, Setting, letters
 from xform.raising.logits import FAR, Added, Logits, Miss, Part, Selected, Tracer
 from xform.raising.meaning import Attention, Near, Raised, Tensor
 from xform.raising.operands import Operand, Source, operand
-from xform.raising.points import Points, Unknown, depends, random_inputs
+from xform.raising.points import Unknown, depends
 from xform.raising.probing import Claim, Factor, Probe, product_holds
 from xform.raising.projections import projected
 from xform.raising.reading import Reading, Space
 from xform.raising.seen import Term, classified
-from xform.raising.softmax import Mixing, Step, exponent, mixings, normalised, summed
+from xform.raising.softmax import Mixing, exponent, mixings, normalised, summed, way_back
 from xform.raising.softmax import after as moved_on
 from xform.trace import Atom, Var
 
 NAME = "attention"
+MULTIPLIED = "its logits are multiplied by an array, not by a constant"
 
 
 def attention(view: View) -> Iterator[Raised | Near]:
@@ -84,7 +82,7 @@ class _Candidate:
         several.
         """
         found = list(mixings(self.reading, self.space, self.start, self.dims))
-        found = [m for m in found if self._keys(m)]
+        found = [m for m in found if self._keys(m) and self.reading.takes_inputs(m.values.atom)]
         if not found:
             return None
         return min(found, key=lambda m: m.product.numbers[0])
@@ -96,34 +94,35 @@ class _Candidate:
 
     def _assembled(self, mixing: Mixing, logits: Logits) -> Raised | None:
         keys = self._keys(mixing)
-        parts, added = self._parts(logits, keys)
+        parts, added = self._parts(logits, keys, mixing.values)
         if not parts:
             return None
         made = {p.product.out for p in parts}
-        if len(keys) != 1:
-            raise Miss("its keys are in several dimensions", mixing.product.numbers[0])
-        (s,) = keys
         if any(self.reading.follows(side.atom, made) for side in (mixing.values,)):
             raise Miss("its values depend on its logits", mixing.product.numbers[0])
         out, out_dims, total = self._result(mixing, added, made)
         self._check_uses(made, out)
-        q, k = self._queries_and_keys(parts, s)
-        v = mixing.values
-        rows = frozenset(self.space.all(parts[0].dims) - {s})
-        self._check_dims(parts, q, k, v, rows, s, mixing)
+        v = self._values(mixing, out)
+        q, k = self._queries_and_keys(parts, keys)
+        q, k, v, s = self._joined(parts, q, k, v, keys, [logits.dims, mixing.dims, out_dims])
+        rows = frozenset(self.space.all(parts[0].dims) - set(s))
+        self._check_dims(q, k, v, rows, s, mixing)
         terms, _ = self._terms(logits, added, made, s)
         sink = self._sink(logits, mixing, total, made)
-        masks, weighing, scale = self._after(mixing, s)
+        masks, weighing, scale = self._after(mixing)
         setting = Setting(
             q[0],
             k[0],
             v,
             rows,
             s,
-            frozenset(parts[0].product.contracted(self.space)),
+            self._contracted(parts[0], k[0]),
+            tuple(
+                f for part, each in zip(parts[1:], k[1:], strict=True) for f in self._contracted(part, each)
+            ),
             out_dims,
-            tuple(self._factors(t.atom, t.dims) for t in (*terms, *masks) if t.seen is not None),
-            tuple(self._factors(t.atom, t.dims) for t in terms if t.seen is None),
+            tuple(self._factors(t.atom, t.dims) for t in (*terms, *masks) if not self._is_bias(t)),
+            tuple(self._factors(t.atom, t.dims) for t in terms if self._is_bias(t)),
         )
         named = letters(self.reading, self.space, setting)
         return self._verified(
@@ -142,12 +141,89 @@ class _Candidate:
             named,
         )
 
-    def _parts(self, logits: Logits, keys: set[int]) -> tuple[list[Part], list[Added]]:
+    def _contracted(self, part: Part, k: Operand) -> tuple[int, ...]:
+        inside = part.product.contracted(self.space)
+        return tuple(leaf for dim in k.dims for leaf in self.space.leaves(dim) if leaf in inside)
+
+    def _values(self, mixing: Mixing, out: Var) -> Operand:
+        """What is mixed; without the ones that stand beside it, where their sum is cut off again."""
+        way = way_back(self.reading, out, mixing.product.out)
+        if not any(eqn.primitive.name == "slice" for eqn, _ in way):
+            return mixing.values
+        for x in mixing.values.sources:
+            number = self.reading.number(x.atom)
+            if number < 0 or (eqn := self.view.eqns[number]).primitive.name != "concatenate":
+                continue
+            rest = [v for v in eqn.invars if self.reading.constant(v) != 1]
+            if len(eqn.invars) != 2 or len(rest) != 1:
+                break
+            inner = operand(self.reading, self.space, rest[0])
+            ins = [inner.dims if v is rest[0] else None for v in eqn.invars]
+            self.space.factors.tie(x.dims, self.space.after(eqn, ins))
+            numbers = (*x.numbers, number)
+            sources = [dataclasses.replace(y, numbers=(*numbers, *y.numbers)) for y in inner.sources]
+            return dataclasses.replace(inner, sources=tuple(sources))
+        return mixing.values
+
+    def _joined(
+        self,
+        parts: list[Part],
+        q: list[Operand],
+        k: list[Operand],
+        v: Operand,
+        keys: set[int],
+        shapes: list[Shape],
+    ) -> tuple[list[Operand], list[Operand], Operand, tuple[int, ...]]:
+        """With keys that are cut into several factors as one where they may be; and which they are."""
+
+        def order() -> tuple[int, ...]:
+            return tuple(f for dim in k[0].dims for f in self.space.leaves(dim) if f in keys)
+
+        together = order()
+        sides = [*q, *k, v]
+        strict = [
+            *shapes,
+            *(x.dims for x in sides),
+            *(p.dims for p in parts),
+            *(p.product.dims for p in parts),
+        ]
+        if len(together) < 2 or not all(self._stand(together, dims) for dims in strict):
+            return q, k, v, together
+        cut = [self._cut(x, together) for x in sides]
+        if any(x is None for x in cut):
+            return q, k, v, together
+        one = self.space.join(together)
+        made = [x for x in cut if x is not None]
+        return made[: len(q)], made[len(q) : -1], made[-1], (one,)
+
+    def _stand(self, together: tuple[int, ...], dims: Shape) -> bool:
+        """Whether factors stand one after the other wherever one of them does."""
+        for dim in dims:
+            leaves = self.space.leaves(dim)
+            if set(leaves) & set(together):
+                start = leaves.index(together[0]) if together[0] in leaves else 0
+                if leaves[start : start + len(together)] != together:
+                    return False
+        return True
+
+    def _cut(self, x: Operand, together: tuple[int, ...]) -> Operand | None:
+        """An operand by its sources in which factors stand together; None where the others matter."""
+        kept = [y for y in x.sources if self._stand(together, y.dims)]
+        lost = [y for y in x.sources if y not in kept]
+        least = min(math.prod(size(y.atom)) for y in kept)
+        if any(math.prod(size(y.atom)) < least or y.factor != kept[-1].factor for y in lost):
+            return None
+        return dataclasses.replace(x, sources=tuple(kept))
+
+    def _parts(self, logits: Logits, keys: set[int], v: Operand) -> tuple[list[Part], list[Added]]:
         """The products of queries and keys among those that the logits are a sum of; others are biases."""
         parts, added = [], list(logits.added)
         for part in logits.parts:
-            has = [bool(keys & self.space.all(side.last.dims)) for side in part.product.sides]
-            if has[0] != has[1]:
+            own = [self.space.all(side.last.dims) for side in part.product.sides]
+            has = [bool(keys & each) for each in own]
+            rows = self.space.all(part.dims) - keys
+            asked, keyed = (own[1], own[0]) if has[0] else (own[0], own[1])
+            if has[0] != has[1] and not (keyed & rows) - asked - self.space.all(v.last.dims):
                 parts.append(part)
             else:
                 added.append(Added(part.atom, part.rest, part.dims))
@@ -157,32 +233,29 @@ class _Candidate:
                 return [], added
         return parts, added
 
-    def _queries_and_keys(self, parts: list[Part], s: int) -> tuple[list[Operand], list[Operand]]:
+    def _queries_and_keys(self, parts: list[Part], keys: set[int]) -> tuple[list[Operand], list[Operand]]:
         q, k = [], []
         for part in parts:
             one, two = part.product.sides
-            if s in self.space.all(one.last.dims):
+            if keys & self.space.all(one.last.dims):
                 one, two = two, one
             q.append(one)
             k.append(two)
         return q, k
 
     def _check_dims(
-        self, parts: list[Part], q: list[Operand], k: list[Operand], v: Operand, rows: frozenset[int], s: int,
+        self, q: list[Operand], k: list[Operand], v: Operand, rows: frozenset[int], s: tuple[int, ...],
         mixing: Mixing,
     ) -> None:  # fmt: skip
         at = mixing.product.numbers[0]
         values = self.space.all(v.last.dims)
-        if s not in values:
+        if not s or not set(s) <= values:
             raise Miss("its values do not have the dimension of its keys", at)
         keyed = set[int]().union(*(self.space.all(each.last.dims) for each in k))
         asked = set[int]().union(*(self.space.all(each.last.dims) for each in q))
         own = (asked & rows) - keyed
         if own & values:
             raise Miss("each query has values of its own: its weights are a router's or a gate's", at)
-        for part in parts:
-            if len(part.product.contracted(self.space)) != 1:
-                raise Miss("queries and keys are multiplied over several dimensions", part.product.numbers[0])
 
     def _result(self, mixing: Mixing, added: list[Added], made: set[Var]) -> tuple[Var, Shape, Atom | None]:
         """Where attention ends: its result, dimensions, and the sum that weights are divided by."""
@@ -229,20 +302,28 @@ class _Candidate:
         pairs = zip(dims, self.reading.varies(atom), strict=True)
         return frozenset(leaf for dim, changes in pairs if changes for leaf in self.space.leaves(dim))
 
+    def _is_bias(self, term: Term) -> bool:
+        """Whether what is added may be more than a mask: made of floating-point numbers or positions."""
+        if term.seen is not None:
+            return False
+        inputs = depends(self.view, term.atom)
+        return not inputs or any(dtype_of(v).kind not in "biu" for v in inputs)
+
     def _terms(
-        self, logits: Logits, added: list[Added], made: set[Var], s: int
+        self, logits: Logits, added: list[Added], made: set[Var], s: tuple[int, ...]
     ) -> tuple[list[Term], list[Added]]:
         terms: list[Term] = []
         dropped: list[Added] = []
         for each in added:
             own = self._factors(each.atom, each.dims)
+            keyed = not own.isdisjoint(s)
             inside = self.reading.follows(each.atom, made)
-            if s in own and inside:
+            if keyed and inside:
                 raise Miss(
                     "its logits are shifted by what is not the same for all keys",
                     self.reading.number(each.atom),
                 )
-            if s not in own and (inside or not self.reading.takes_inputs(each.atom) or not own):
+            if not keyed and (inside or not self.reading.takes_inputs(each.atom) or not own):
                 dropped.append(each)
             else:
                 terms.append(Term(each.atom, each.dims, each.factor, None, 0.0))
@@ -260,7 +341,7 @@ class _Candidate:
             )
         return Term(chosen.atom, chosen.dims, 1.0, chosen.seen, chosen.fill)
 
-    def _after(self, mixing: Mixing, s: int) -> tuple[list[Term], list[Factor], float]:
+    def _after(self, mixing: Mixing) -> tuple[list[Term], list[Factor], float]:
         """What is done to weights: masks, what they are multiplied by (dropout), and a constant."""
         masks: list[Term] = []
         weighing: list[Factor] = []
@@ -276,7 +357,7 @@ class _Candidate:
                     weighing.append(
                         Factor(step.atom, step.dims, 1.0, step.seen if step.kind == "select" else None)
                     )
-                elif step.kind == "select" or self._is_boolean(step.atom):
+                elif step.kind == "select" or self.reading.is_boolean(step.atom):
                     seen = step.seen if step.kind == "select" else True
                     masks.append(Term(step.atom, step.dims, 1.0, seen, -math.inf, weights=True))
                 else:
@@ -288,17 +369,6 @@ class _Candidate:
             self.view.eqns[n].primitive.name.startswith(("random_", "threefry", "rng_"))
             for n in self.view.ancestors([atom])
         )
-
-    def _is_boolean(self, atom: Atom) -> bool:
-        """Whether a value is a boolean's 0 and 1, cast and moved."""
-        while (number := self.reading.number(atom)) >= 0:
-            eqn = self.view.eqns[number]
-            if dtype_of(atom).kind == "b":
-                break
-            if len(eqn.invars) != 1:
-                return False
-            atom = eqn.invars[0]
-        return bool(dtype_of(atom).kind == "b")
 
     def _sink(self, logits: Logits, mixing: Mixing, total: Atom | None, made: set[Var]) -> Factor | None:
         """A logit more, that has no value."""
@@ -346,7 +416,7 @@ class _Candidate:
         sides: tuple[list[Operand], list[Operand], Operand],
         result: tuple[Var, Shape],
         rows: frozenset[int],
-        s: int,
+        s: tuple[int, ...],
         named: dict[int, str],
     ) -> Raised:
         q, k, v = sides
@@ -389,8 +459,13 @@ class _Candidate:
         try:
             for seed in (1, 2):
                 if mistake := Probe(self.reading, self.space, claim).mistake(seed):
+                    if logits.zeroed is not None:
+                        raise Miss(MULTIPLIED, logits.zeroed)
                     raise Miss(mistake, at)
         except Unknown as unknown:
+            norms = [step.atom for step in mixing.steps if step.kind == "norm" and step.atom is not None]
+            if any(not self.reading.follows(x, {self.start}) for x in norms):
+                raise Miss("it is divided by another sum: its weights do not add up to one", at) from None
             raise Miss(f"it cannot be checked: it depends on {unknown}", at) from None
         if abs(scale - 1.0) > 1e-6 and not weighing:
             raise Miss(f"its weights are scaled by {scale:g}", at)
@@ -398,7 +473,6 @@ class _Candidate:
             self._check_groups(x, named, at)
         for x in chosen_k:
             self._check_sharing(x, chosen_v, named, at)
-            self._check_tiles(x, named, at)
         pairs = [
             (self._tensor(a.atom, a.dims, named), self._tensor(b.atom, b.dims, named))
             for a, b in zip(chosen_q, chosen_k, strict=True)
@@ -469,37 +543,12 @@ class _Candidate:
 
     def _check_sharing(self, k: Source, v: Source, named: dict[int, str], at: int) -> None:
         """That keys and values are of the same rows of the batch, and values more than one number each."""
-        own = [{named[leaf] for leaf in self.space.all(x.dims)} - set("ngtsde") for x in (k, v)]
+        own = [{named[leaf] for leaf in self.space.all(x.dims)} - set("ngt" + OWN) for x in (k, v)]
         if own[0] != own[1]:
             what = "keys" if own[0] - own[1] else "values"
             raise Miss(f"its {what} differ by row of the batch, or by query, and the others do not", at)
         if "e" not in {named[leaf] for leaf in self.space.all(v.dims)} and all(map(len, v.dims)):
             raise Miss("its values have no dimension of their own", at)
-
-    def _check_tiles(self, x: Source, named: dict[int, str], at: int) -> None:
-        """That no key head is another one again, further on: heads that are tiled."""
-        heads = [leaf for leaf in self.space.all(x.dims) if named[leaf] == "n"]
-        if not heads or not isinstance(x.atom, Var) or (size_ := self.space.size(heads[0])) < 2:
-            return
-        inputs = [v for v in depends(self.view, x.atom) if isinstance(v, Var)]
-        points = Points(self.view, random_inputs(inputs, 3), wide=True)
-        others = {leaf: self.space.size(leaf) // 2 for leaf in self.space.all(x.dims)}
-        try:
-            values = points.at(x.atom, self._at(x, {**others, heads[0]: np.arange(size_)})).ravel()
-        except Unknown:
-            return
-        for period in (p for p in range(1, size_) if size_ % p == 0):
-            if np.array_equal(values, np.tile(values[:period], size_ // period)) and period > 1:
-                raise Miss("query heads share key heads by h % n, as tiled, not by h // g, as repeated", at)
-
-    def _at(self, x: Source, at: dict[int, Any]) -> tuple[Any, ...]:
-        found = []
-        for dim in x.dims:
-            linear: Any = 0
-            for leaf in self.space.leaves(dim):
-                linear = linear * self.space.size(leaf) + at[leaf]
-            found.append(np.asarray(linear))
-        return tuple(found)
 
     def _is_cross(
         self, q: Operand, k: Operand, named: dict[int, str], kinds: tuple[str, ...], parts: list[Part]
@@ -510,9 +559,8 @@ class _Candidate:
         made = [self._made_of(side, named) for side in (q, k)]
         if made[0] is not None and made[1] is not None:
             return made[0] is not made[1]
-        s = next(n for leaf, n in ((leaf, self.space.size(leaf)) for leaf, c in named.items() if c == "s"))
-        t = [self.space.size(leaf) for leaf, c in named.items() if c == "t"]
-        return bool(t) and t[0] != s
+        sizes = self._sizes(named)
+        return sizes["t"] > 1 and sizes["t"] != sizes["s"]
 
     def _made_of(self, side: Operand, named: dict[int, str]) -> Atom | None:
         for x in side.sources:
@@ -532,6 +580,3 @@ class _Candidate:
             return k.last.atom is v.last.atom
         spread = [sum(self.reading.varies(w)) for w in self.view.eqns[number].invars]
         return len(spread) == 2 and min(spread) < max(spread)
-
-
-_ = Step

@@ -11,6 +11,7 @@ import jax
 from xform.axes import find_axes
 from xform.layers import find_stacks
 from xform.raising.finding import Found, find
+from xform.raising.lettering import KEYS, MORE, VALUES, WIDTHS
 from xform.raising.meaning import Attention, CrossEntropy, Experts, Near, Norm, Raised, Recurrence, Tensor
 from xform.raising.sinking import sunk
 from xform.roles import find_roles
@@ -109,6 +110,8 @@ def near(n: Near) -> dict[str, Any]:
 
 def axes(r: Raised) -> dict[str, int]:
     """The sizes of an operation's dimensions by role; several of the batch are one, their product."""
+    if isinstance(r.meaning, Attention):
+        return _axes_of_attention(r)
     batch = [size for letter, size in r.sizes.items() if letter not in LETTERS]
     named = {LETTERS[letter]: size for letter, size in r.sizes.items() if letter in LETTERS}
     if isinstance(r.meaning, Norm):
@@ -123,6 +126,19 @@ def axes(r: Raised) -> dict[str, int]:
     if isinstance(r.meaning, CrossEntropy):
         named["embed"] = named.pop("head_dim")
     return {"batch": math.prod(batch)} | named
+
+
+def _axes_of_attention(r: Raised) -> dict[str, int]:
+    """As `axes`; keys, or the width of heads, may lie in several dimensions."""
+    names = dict(LETTERS)
+    for own, name in ((KEYS, "s"), (WIDTHS, "d"), (VALUES, "e")):
+        names |= dict.fromkeys(own, LETTERS[name])
+    found = {"batch": 1}
+    for letter, size in r.sizes.items():
+        if letter not in MORE:
+            name = names.get(letter, "batch")
+            found[name] = found.get(name, 1) * size
+    return found
 
 
 def mask_name(meaning: Attention) -> str:

@@ -10,22 +10,27 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+import math
+from collections.abc import Collection, Sequence
 
 from xform.axes.factors import Shape
 from xform.raising.operands import Operand
 from xform.raising.projections import made
 from xform.raising.reading import Reading, Space
-from xform.trace import Atom, shape_of
+from xform.trace import Atom
 
 BATCH = "bcABCDEFGHIJKLMNOPQRSTUVWXYZ"
+KEYS, WIDTHS, MORE, VALUES = "suw", "dkm", "ryz", "efpq"
+"""Letters of keys, of what is contracted, of what other pairs are, and of values; one each as a rule."""
+OWN = KEYS + WIDTHS + MORE + VALUES
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
     """The operands of an attention as found, and what tells its dimensions apart.
 
-    rows: factors of the logits but for keys; s, d: of keys and of what is contracted. out: dimensions of the
+    rows: factors of the logits but for keys; s, d: of keys and of what is contracted; more: of what other
+    queries and keys are contracted over, whose products are added. out: dimensions of the
     result. masked: for each mask the factors that it has; biased: for each bias.
     """
 
@@ -33,8 +38,9 @@ class Setting:
     k: Operand
     v: Operand
     rows: frozenset[int]
-    s: int
-    d: frozenset[int]
+    s: tuple[int, ...]
+    d: tuple[int, ...]
+    more: tuple[int, ...]
     out: Shape
     masked: tuple[frozenset[int], ...]
     biased: tuple[frozenset[int], ...]
@@ -48,11 +54,12 @@ def letters(reading: Reading, space: Space, found: Setting) -> dict[int, str]:
     alone = [f for f in _order(space, found) if f in found.rows and f in own and f not in keyed]
     others = sorted(found.rows - set(common) - set(alone))
     heads = _Heads(reading, space, found)
-    named: dict[int, str] = {found.s: "s"}
-    contracted = [f for f in _in_order(space, found.k.last.dims) if f in found.d]
-    named.update(zip(contracted, ("d", *_fresh("dbcnegts")), strict=False))
-    values = [f for f in _in_order(space, found.v.last.dims) if f not in found.rows and f != found.s]
-    named.update(zip(reversed(values), ("e", "f", "h", "i"), strict=False))
+    named: dict[int, str] = {}
+    named.update(zip(found.s, KEYS, strict=False))
+    named.update(zip(found.d, WIDTHS, strict=False))
+    named.update(zip((f for f in found.more if f not in named), MORE, strict=False))
+    values = [f for f in _in_order(space, found.v.last.dims) if f not in found.rows and f not in found.s]
+    named.update(zip((f for f in reversed(values) if f not in named), VALUES, strict=False))
     t, groups = _queries(space, found, heads, alone, common)
     if t is not None:
         named[t] = "t"
@@ -65,10 +72,6 @@ def letters(reading: Reading, space: Space, found: Setting) -> dict[int, str]:
         if f not in named:
             named[f] = next(free)
     return named
-
-
-def _fresh(used: str) -> Iterator[str]:
-    return (c for c in "kmoprxyz" if c not in used)
 
 
 def _in_order(space: Space, dims: Shape) -> list[int]:
@@ -98,7 +101,7 @@ class _Heads:
         """1 where the same operand of a product made this dimension and the width; -1 where the other did."""
         where = _axis(self.space, side, lambda leaves: f in leaves)
         if width is None:
-            rows = {*self.found.rows, self.found.s}
+            rows = {*self.found.rows, *self.found.s}
             ends = _axis(self.space, side, lambda leaves: bool(leaves) and not rows & set(leaves))
         else:
             ends = _axis(self.space, side, lambda leaves: bool(set(leaves) & set(width)))
@@ -114,7 +117,7 @@ class _Heads:
         for source in side.sources:
             for dim in source.dims:
                 leaves = self.space.leaves(dim)
-                if f in leaves and leaves[-1] not in (f, self.found.s) and leaves[-1] not in self.found.rows:
+                if f in leaves and leaves[-1] not in {f, *self.found.s, *self.found.rows}:
                     return 1
         return 0
 
@@ -134,15 +137,16 @@ def _queries(
     """Of the factors that only queries have the queries' own, and the others."""
     if not alone:
         return None, []
-    together = {f for f in alone if any(_together(space, found, f, c) for c in common)}
-    single = any(shape_of(found.q.atom)[i] == 1 for i, dim in enumerate(found.q.dims) if not dim)
+    shared = [c for c in common if not _cuts_keys(space, found, c)]
+    together = {f for f in alone if any(_together(space, found, f, c) for c in shared)}
+    single = all(any(not dim for dim in source.dims) for source in found.q.sources)
 
     def standing(f: int) -> tuple[int, int, int, int]:
         """The least is the queries'."""
         with_keys = sum(f in m for m in found.masked)
         return (
             (2 if f in together else 0) + heads.score(f) - with_keys,
-            -int(space.size(f) == space.size(found.s)),
+            -int(space.size(f) == math.prod(map(space.size, found.s))),
             0,
             alone.index(f),
         )
@@ -167,18 +171,25 @@ def _key_heads(
             return f
     scores = {f: heads.score(f) for f in common}
     scores = {f: v - 2 * sum(f in m for m in found.masked) for f, v in scores.items()}
+    scores = {f: v - 5 * _cuts_keys(space, found, f) for f, v in scores.items()}
     for f in common:
         scores[f] += sum(f in m and len(m & set(common)) < len(common) for m in found.biased)
     best = max(common, key=lambda f: (scores[f], common.index(f)))
     if scores[best] > 0:
         return best
     order = _in_order(space, found.k.dims)
-    inside = [f for f in common if f in order and order.index(f) > order.index(found.s)]
+    at = min((order.index(f) for f in found.s if f in order), default=0)
+    inside = [f for f in common if f in order and order.index(f) > at]
     if inside:
         return inside[-1]
     if len(common) > 1:
         return common[-1]
     return None
+
+
+def _cuts_keys(space: Space, found: Setting, f: int) -> bool:
+    """Whether keys were cut into blocks, of which this is the number."""
+    return any(_together(space, found, f, s) for s in found.s)
 
 
 def _together(space: Space, found: Setting, f: int, other: int) -> bool:

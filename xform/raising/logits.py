@@ -61,6 +61,7 @@ class Part:
 class Logits:
     """amp * tanh(sum of parts) + added, where selected: or without the tanh.
 
+    zeroed: number of an equation that multiplies them by an array of 0 and 1, as is to be seen.
     sink: (atom, number of the concatenation) of a logit more, which stands at the end or the start of the
     keys.
     """
@@ -71,6 +72,7 @@ class Logits:
     added: tuple[Added, ...] = ()
     selected: tuple[Selected, ...] = ()
     sink: tuple[Atom, int] | None = None
+    zeroed: int | None = None
     numbers: frozenset[int] = frozenset()
 
     def times(self, c: float) -> Logits:
@@ -89,7 +91,13 @@ class Logits:
 
     @property
     def is_plain(self) -> bool:
-        return self.amp is None and not self.added and not self.selected and self.sink is None
+        return (
+            self.zeroed is None
+            and self.amp is None
+            and not self.added
+            and not self.selected
+            and self.sink is None
+        )
 
 
 class Tracer:
@@ -167,7 +175,9 @@ class Tracer:
         assert got is not None
         c = self.reading.constant(other)
         if c is None:
-            raise Miss("its logits are multiplied by an array, not by a constant", number)
+            if self.reading.takes_inputs(other) and not self.reading.is_boolean(other):
+                raise Miss("its logits are multiplied by an array, not by a constant", number)
+            return dataclasses.replace(got, zeroed=number)
         if eqn.primitive.name == "div":
             if side == 1 or c == 0:
                 raise Miss("it divides by its logits", number)

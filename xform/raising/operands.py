@@ -129,7 +129,7 @@ class _Step:
     result: int
     factor: float
     useful: bool
-    repeat: tuple[int, int, bool] | None = None
+    repeat: tuple[int, int, str] | None = None
 
 
 def _total(chain: list[tuple[_Step, Atom]]) -> float:
@@ -170,23 +170,43 @@ def _step(reading: Reading, number: int, v: Var) -> _Step | None:
         return None if repeat is None else _Step(number, 0, 0, 1.0, True, repeat)
     if name == "tile":
         return _Step(number, 0, 0, 1.0, True)
+    if name in ("concatenate", "stack") and all(_same(reading, w, eqn.invars[0]) for w in eqn.invars[1:]):
+        axis = eqn.params["axis" if name == "stack" else "dimension"]
+        return _Step(number, 0, 0, 1.0, True, (axis, len(eqn.invars), "new" if name == "stack" else "outer"))
     return None
+
+
+def _same(reading: Reading, a: Atom, b: Atom) -> bool:
+    """Whether two values are one, or are made of one in the same way."""
+    while a is not b:
+        m, n = reading.number(a), reading.number(b)
+        if m < 0 or n < 0:
+            return False
+        one, two = reading.view.eqns[m], reading.view.eqns[n]
+        if one.primitive is not two.primitive or one.primitive.name not in MOVES or len(one.invars) != 1:
+            return False
+        if str(one.params) != str(two.params):
+            return False
+        a, b = one.invars[0], two.invars[0]
+    return True
 
 
 def _through(reading: Reading, space: Space, step: _Step, dims: Shape) -> Shape:
     eqn = reading.view.eqns[step.number]
     if step.repeat is not None:
-        axis, times, inner = step.repeat
+        axis, times, where = step.repeat
         more = space.factors.fresh((times,))[0]
-        dim = dims[axis] + more if inner else more + dims[axis]
+        if where == "new":
+            return (*dims[:axis], more, *dims[axis:])
+        dim = dims[axis] + more if where == "inner" else more + dims[axis]
         return (*dims[:axis], dim, *dims[axis + 1 :])
     ins: list[Shape | None] = [None] * len(eqn.invars)
     ins[step.side] = dims
     return space.after(eqn, ins, step.result)
 
 
-def _repeat(reading: Reading, eqn: JaxprEqn) -> tuple[int, int, bool] | None:
-    """Of a gather with indices 0 0 1 1 or 0 1 0 1: the axis, how often, and whether each stands together."""
+def _repeat(reading: Reading, eqn: JaxprEqn) -> tuple[int, int, str] | None:
+    """Of a gather with indices 0 0 1 1 ("inner") or 0 1 0 1 ("outer"): the axis, how often, and which."""
     numbers, operand, indices = eqn.params["dimension_numbers"], eqn.invars[0], eqn.invars[1]
     axes = numbers.start_index_map
     if len(axes) != 1 or numbers.collapsed_slice_dims != axes or numbers.operand_batching_dims:
@@ -211,7 +231,7 @@ def _repeat(reading: Reading, eqn: JaxprEqn) -> tuple[int, int, bool] | None:
     except Unknown:
         return None
     if (found == np.arange(m) // (m // n)).all():
-        return axis, m // n, True
+        return axis, m // n, "inner"
     if (found == np.arange(m) % n).all():
-        return axis, m // n, False
+        return axis, m // n, "outer"
     return None

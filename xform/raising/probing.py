@@ -7,6 +7,7 @@ What agrees at random points to five digits computes the same.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -52,7 +53,7 @@ class Claim:
     weights: tuple[Atom, Shape]
     out: tuple[Atom, Shape]
     rows: frozenset[int]
-    s: int
+    s: tuple[int, ...]
     letters: Mapping[int, str]
     sizes: Mapping[str, int]
 
@@ -62,18 +63,20 @@ class Probe:
 
     def __init__(self, reading: Reading, space: Space, claim: Claim) -> None:
         self.reading, self.space, self.claim = reading, space, claim
-        keys = space.size(claim.s)
+        self.keys = keys = math.prod(map(space.size, claim.s))
         self.count = 12 if keys <= 256 else 6 if keys <= 4096 else 3
         rng = np.random.default_rng(keys)
         leaves = claim.rows | space.all(claim.out[1]) | space.all(claim.v.dims) | space.all(claim.weights[1])
         self.at: dict[int, Any] = {}
-        for leaf in sorted(leaves - {claim.s}):
+        for leaf in sorted(leaves - set(claim.s)):
             n = space.size(leaf)
             values = rng.integers(0, n, self.count)
             if claim.letters.get(leaf) == "t":
                 values[:3] = [n - 1, n // 2, 0][: len(values[:3])]
             self.at[leaf] = values[:, None]
-        self.at[claim.s] = np.arange(keys)[None, :]
+        rest = np.arange(keys)[None, :]
+        for leaf in reversed(claim.s):
+            rest, self.at[leaf] = np.divmod(rest, space.size(leaf))
         self.by_letter = {letter: self.at[leaf] for leaf, letter in claim.letters.items() if leaf in self.at}
 
     def index(self, dims: Shape) -> tuple[Any, ...]:
@@ -99,7 +102,7 @@ class Probe:
         at, pieces = self.by_letter, claim.read.pieces
         for bias, factor in zip(pieces.bias, pieces.factors, strict=True):
             x = x + factor * claim.read.masks.value(bias, points, at)
-        shape = (self.count, self.space.size(claim.s))
+        shape = (self.count, self.keys)
         x = np.where(claim.read.masks.seen(pieces.mask, points, at), x, -np.inf)
         x = np.broadcast_to(x, shape)
         top = np.max(x, axis=1, keepdims=True)

@@ -10,7 +10,7 @@ import numpy as np
 
 from xform.axes.factors import Factors, Raw, Shape
 from xform.axes.rules import ELEMENTWISE, RULES
-from xform.raising.flat import View, size
+from xform.raising.flat import View, dtype_of, size
 from xform.raising.indices import SAME
 from xform.raising.masks import Masks
 from xform.raising.points import Points, Unknown
@@ -131,6 +131,15 @@ class Reading:
         """Whether a value depends on an input of the program, a turn of a loop, or what is random."""
         return isinstance(atom, Var) and atom not in self._static
 
+    def is_boolean(self, atom: Atom) -> bool:
+        """Whether a value is a boolean's 0 and 1, cast and moved."""
+        while dtype_of(atom).kind != "b":
+            number = self.number(atom)
+            if number < 0 or len(self.view.eqns[number].invars) != 1:
+                return False
+            atom = self.view.eqns[number].invars[0]
+        return True
+
     def _find_static(self) -> set[Var]:
         view = self.view
         found = {v for v, value in view.constants.items() if not isinstance(value, Tracer)}
@@ -210,12 +219,26 @@ class Space:
 
     def __init__(self) -> None:
         self.factors = Factors()
+        self.joined: list[tuple[Raw, int]] = []
 
     def fresh(self, atom: Atom) -> Shape:
         return self.factors.fresh(size(atom))
 
     def leaves(self, dim: Raw) -> Raw:
-        return self.factors.leaves(dim)
+        found = self.factors.leaves(dim)
+        for together, one in self.joined:
+            n = len(together)
+            for i in range(len(found) - n + 1):
+                if found[i : i + n] == together:
+                    found = (*found[:i], one, *found[i + n :])
+                    break
+        return found
+
+    def join(self, together: Raw) -> int:
+        """One factor in place of several, wherever they stand in this order in one dimension."""
+        (one,) = self.factors.fresh((self.factors.length(together),))[0]
+        self.joined.append((together, one))
+        return one
 
     def all(self, dims: Shape) -> set[int]:
         """The factors of all dimensions."""

@@ -9,11 +9,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
+import numpy as np
+
 from xform.axes.factors import Shape
-from xform.raising.flat import size
+from xform.raising.flat import dtype_of, size
 from xform.raising.operands import Operand, Product, operand
 from xform.raising.reading import MOVES, Reading, Space, moved
-from xform.trace import Atom, JaxprEqn, Var
+from xform.trace import Atom, JaxprEqn, Literal, ShapedArray, Var
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,10 +183,8 @@ def _scaling(reading: Reading, n: int, v: Var, own: Shape, start: Var) -> Step |
     c = reading.constant(other)
     if c is not None and c != 0:
         return Step("scale", n, factor=1.0 / c if divides else c)
-    if reading.follows(other, {start}):
+    if divides or reading.follows(other, {start}):
         return Step("norm", n, other)
-    if divides:
-        return None
     return Step("mul", n, other, dims=own if size(other) else ())
 
 
@@ -206,6 +206,8 @@ def normalised(reading: Reading, mixing: Mixing, start: Var) -> tuple[Var, int] 
     v = mixing.product.out
     for _ in range(8):
         users = reading.users(v)
+        if len(users) == 2 and all(n >= 0 and reading.view.eqns[n].primitive.name == "slice" for n in users):
+            return _beside(reading, *(reading.view.eqns[n].outvars[0] for n in users))
         if len(users) != 1 or users[0] < 0:
             return None
         n = users[0]
@@ -223,14 +225,41 @@ def normalised(reading: Reading, mixing: Mixing, start: Var) -> tuple[Var, int] 
     return None
 
 
+def _beside(reading: Reading, *slices: Var) -> tuple[Var, int] | None:
+    """Where one part of a product is divided by the other: the sum of the weights stood beside the values."""
+    ends = []
+    for v in slices:
+        users = reading.users(v)
+        while (
+            len(users) == 1 and users[0] >= 0 and (eqn := reading.view.eqns[users[0]]).primitive.name in MOVES
+        ):
+            users = reading.users(eqn.outvars[0])
+        ends.append(users)
+    if len(ends[0]) != 1 or ends[0] != ends[1] or ends[0][0] < 0:
+        return None
+    (n,) = ends[0]
+    eqn = reading.view.eqns[n]
+    return (eqn.outvars[0], n) if eqn.primitive.name == "div" else None
+
+
 def after(reading: Reading, space: Space, mixing: Mixing, out: Var) -> Shape:
     """The dimensions of a value that the product with the values has become by moves and scales."""
-    v, dims = mixing.product.out, mixing.product.dims
-    while v is not out:
-        eqn: JaxprEqn = reading.view.eqns[reading.users(v)[0]]
+    dims, product = mixing.product.dims, mixing.product.out
+    for eqn, v in reversed(way_back(reading, out, product)):
         dims = space.after(eqn, [dims if w is v else None for w in eqn.invars])
-        v = eqn.outvars[0]
     return dims
+
+
+def way_back(reading: Reading, out: Atom, product: Var) -> list[tuple[JaxprEqn, Atom]]:
+    """The equations by which a product becomes a result, the last first, each with the operand that it is."""
+    way: list[tuple[JaxprEqn, Atom]] = []
+    while out is not product:
+        eqn = reading.view.eqns[reading.number(out)]
+        out = max(
+            (w for w in eqn.invars if reading.follows(w, {product})), key=lambda w: sum(reading.varies(w))
+        )
+        way.append((eqn, out))
+    return way
 
 
 def summed(
@@ -292,5 +321,7 @@ def exponent(reading: Reading, atom: Atom, products: set[Var]) -> Atom | None:
             continue
         if eqn.primitive.name == "sub" and reading.follows(eqn.invars[1], products):
             return eqn.invars[0]
+        if eqn.primitive.name == "neg" and reading.follows(v, products):
+            return Literal(np.zeros((), dtype_of(v)), ShapedArray((), dtype_of(v)))  # type: ignore[no-untyped-call]
         return None if reading.follows(v, products) else v
     return v

@@ -173,7 +173,7 @@ def told(loop: Loop, carry: Carry, terms: Terms, index: Index, parts: Parts, out
         decay_is_log=is_log,
         beta=None if parts.beta is None else name.product(parts.beta),
         initial=None if zero else Tensor(carry.initial, state),
-        final=None if isinstance(carry.final, DropVar) else Tensor(carry.final, state),
+        final=Tensor(carry.final, state) if carry.final in loop.view.users else None,
         state=state,
         scale=out.scale,
         reverse=loop.reverse,
