@@ -4,6 +4,7 @@ A case is a function of arrays; a program is the case on several copies of its a
 own way: dimensions over one axis or two, in pieces, or as the terms of a sum. So a case compiles once.
 """
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 import xform
 from tests import random_programs
 from xform.higher_order import equations
+from xform.ops import apply
 from xform.report import Report
 from xform.spmd import blocks, calls, prefixes
 from xform.spmd.forms import FORMS
@@ -286,6 +288,26 @@ def _doubled_rows(size: int, batched: Any, x: Any) -> tuple[Any, bool]:
 
 
 GROUPS = np.array([3, 0, 6, 5], np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixing:
+    """An operation that treats b and o alone, and needs all of i: a part of i would sum too few."""
+
+    interpret: bool = False
+
+    name = "mixing"
+    operands = ("bi", "io")
+    results = ("bo", "bi")
+    cut = "bo"
+
+    def plain(self, x: Any, w: Any) -> Sequence[Any]:
+        return [x @ w, jnp.cumsum(x, axis=1)]
+
+    def kernel(self, x: Any, w: Any) -> Sequence[Any]:
+        raise AssertionError("the plain form runs where there is no TPU")
+
+
 CASES: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
     "argmax": (lambda x: [jnp.argmax(x, 0), jnp.argmax(x, 1), jnp.argmax(x > 0, 0)], (whole(16, 8),)),
     "argmin": (lambda x: [jnp.argmin(x, 0), jnp.argmin(x, 1)], (whole(16, 8),)),
@@ -332,6 +354,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
         lambda x: [lax.cumlogsumexp(x, 0), lax.cumlogsumexp(jnp.log(jnp.abs(x)), 1, reverse=True)],
         (real(16, 8),),
     ),
+    "operation": (lambda x, w: tuple(apply(Mixing(), x, w)), (real(8, 8), real(8, 16))),
     "dot_general": (
         lambda x, y: [
             jnp.einsum("bij,bjk->bik", x, y),
