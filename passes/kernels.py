@@ -29,7 +29,7 @@ from xform.higher_order import equations
 from xform.kernels import lowering
 from xform.kernels.lowering import Options
 from xform.ops import apply, operation_of
-from xform.raising.finding import RECOGNISERS, find
+from xform.raising.finding import find
 from xform.raising.placing import Claim, placed
 from xform.raising.sinking import sunk
 from xform.registry import unknown
@@ -72,8 +72,7 @@ class Kernels:
         device = context.mesh.devices.flat[0]
         kind = kind_of(device)
         inside = sunk(jaxpr)
-        ragged = any(eqn.primitive.name.startswith("ragged_dot") for eqn in equations(inside))
-        found = find(inside, *(kind for kind in RECOGNISERS if kind != "experts" or ragged))
+        found = find(inside)
         for near in found.declined:
             context.report.declined("kernels", near.what, near.why, near.line or near.where)
         claims = []

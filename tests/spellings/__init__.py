@@ -30,11 +30,3 @@ class LookAlike:
     fn: Callable[..., Any]
     args: tuple[Any, ...]
     why: str = ""
-
-
-_MISSED = {
-    "which of its products belong to one layer of experts is not told": "experts-batched",
-}
-
-MISSED: Mapping[str, str] = {name: why for why, names in _MISSED.items() for name in names.split()}
-"""Spellings that are not recognised, or not as what they are, yet, and why: what is to be done."""

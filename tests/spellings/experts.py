@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from tests.spellings import Spelling
-from tests.spellings.experts_alike import LOOKALIKES
+from tests.spellings import Spelling, experts_alike, experts_models, experts_others, experts_ways
 
 T, D, F, E, K = 7, 3, 5, 4, 2
 X = jax.ShapeDtypeStruct((T, D), jnp.float32)
@@ -228,4 +227,5 @@ SPELLINGS = {
     "batched": _case(batched, (XB, ROUTER, LAST_UP, LAST_DOWN), "all", 2),
 }
 
-__all__ = ["LOOKALIKES", "SPELLINGS"]
+SPELLINGS |= experts_ways.SPELLINGS | experts_models.SPELLINGS
+LOOKALIKES = experts_alike.LOOKALIKES | experts_others.LOOKALIKES | experts_models.LOOKALIKES

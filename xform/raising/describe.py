@@ -95,7 +95,9 @@ def entry(r: Raised) -> dict[str, Any]:
             "soft": meaning.soft,
         }
     elif isinstance(meaning, Experts):
-        made |= {"style": meaning.style, "experts": meaning.experts, "products": len(meaning.w)}
+        alone = not any("x" in dim for w in meaning.w for dim in w.dims)
+        products = len(meaning.w) // (meaning.experts if alone else 1)
+        made |= {"style": meaning.style, "experts": meaning.experts, "products": products}
     elif isinstance(meaning, Recurrence):
         made |= {"kind": meaning.kind, "chunk": meaning.chunk, "scale": meaning.scale}
     if r.note:
@@ -120,7 +122,10 @@ def axes(r: Raised) -> dict[str, int]:
         return {"batch": math.prod(shape) // max(embed, 1), "embed": embed}
     if isinstance(r.meaning, Experts):
         wide = {"k": "embed", "f": "mlp"}
-        rows = [n for letter, n in r.sizes.items() if letter in (*r.meaning.x.dims,) and letter not in wide]
+        own = {*"xXYZ", *wide}
+        rows = [
+            n for letter, n in r.sizes.items() if letter in "".join(r.meaning.x.dims) and letter not in own
+        ]
         found = {name: r.sizes[letter] for letter, name in wide.items() if letter in r.sizes}
         return {"batch": math.prod(rows), "experts": r.meaning.experts} | found
     if isinstance(r.meaning, CrossEntropy):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 
 from xform.raising.attention import attention
-from xform.raising.experts import ragged
+from xform.raising.experts import experts
 from xform.raising.flat import View, views
 from xform.raising.losses import losses
 from xform.raising.meaning import Near, Raised
@@ -19,7 +19,7 @@ from xform.trace import Jaxpr, Tracer
 RECOGNISERS: dict[str, Callable[[View], Iterator[Raised | Near]]] = {
     "attention": attention,
     "cross_entropy": losses,
-    "experts": ragged,
+    "experts": experts,
     "linear_recurrence": recurrences,
     "norm": norms,
 }

@@ -150,14 +150,15 @@ class Experts:
     """Products of tokens with the weights of the expert that each was sent to: all of one dispatch.
 
     style: how it was written: "ragged_dot"; "one_hot" (dispatched by products with zeros and ones); "sorted"
-    (scattered or gathered to places of their experts, or laid out over experts); "loop" (over experts);
-    "all" (all experts, and a choice); "gathered" (each token's weights are looked up).
+    (scattered or gathered to places of their experts, or laid out over experts); "loop" (over experts, or an
+    array for each); "all" (all experts, and a choice); "gathered" (each token's weights are looked up).
 
     Letters: m: tokens, or rows of sorted ones (others where tokens have more dimensions); k: contracted with
-    the first weights; f: what they give, o: what weights after those give; x: experts; a capital instead
-    where sizes differ. out: the result of the last product, of ragged ones, or the first value of all of them
-    in which a token has what its expert gave. sizes: rows of each expert, where ragged. products: of ragged
-    products of [m, k], [x, k, f] and [x] in this order, the operands and the result.
+    the first weights; f: what they give, o: what weights after those give; x: experts, with X where they lie
+    in rows and columns; of ragged products a capital instead where sizes differ. x: what the first product
+    takes. w: the weights; where an array is one expert's, none has x. out: the result of the last product, of
+    ragged ones, or the first value that depends on all of them. sizes: rows of each expert, where ragged.
+    products: of ragged products of [m, k], [x, k, f] and [x] in this order, the operands and the result.
     """
 
     style: str
