@@ -16,6 +16,7 @@ from xform.ops.operation import Mapped, body
 from xform.passes.accumulate import Accumulate
 from xform.passes.kernels import Kernels
 from xform.passes.shard import Shard
+from xform.printing import diff, text
 from xform.rewrite import rewrite
 
 
@@ -159,3 +160,13 @@ def test_the_bounds_of_a_band_are_those_of_what_it_allows(band: Band) -> None:
     np.testing.assert_array_equal(seen, within | (np.arange(keys) < band.prefix))
     assert band.sees_some(queries, keys) == bool(seen.any(1).all())
     assert band.is_full <= bool(seen.all())
+
+
+def test_it_is_printed_by_its_meaning_and_not_by_its_plain_program() -> None:
+    before, after = (jax.make_jaxpr(lambda x, w, n=n: apply(Scaled(by=n), x, w))(X, W) for n in (2.0, 3.0))
+    assert "operation scaled a b [bi io -> bo]" in text(before)
+    assert "operation scaled a b [bi io -> bo, by 3.0]" in text(after)
+    assert "dot_general" not in text(after)
+    changed = [line.line.text for line in diff(before, after) if line.mark != " "]
+    assert len(changed) == 2 and "by 3.0" in changed[1]
+    assert not [line for line in diff(before, before) if line.mark != " "]

@@ -254,7 +254,7 @@ class _Writer:
             names_after = after.body(step.after, number)
             body = inner.after
             pair = (inner.before, body)
-            if is_empty(inner.before) and is_empty(body):
+            if (is_empty(inner.before) and is_empty(body)) or not listing.shown(new):
                 continue
             if pair in self.seen:
                 mark: Mark = " " if inner.same else "~"
@@ -278,9 +278,9 @@ class _Writer:
             if inner.outputs_changed:
                 self.put("-", listing.return_line(inner.before, names_before, depth + 2), under)
             self.put("+" if inner.outputs_changed else " ", line, under)
-        for number in range(len(step.inner), len(bodies(old))):
+        for number in range(len(step.inner), len(listing.shown(old))):
             self.body("-", old, step.before, number, before, depth, at)
-        for number in range(len(step.inner), len(bodies(new))):
+        for number in range(len(step.inner), len(listing.shown(new))):
             self.body("+", new, step.after, number, after, depth, at)
 
     def one(
@@ -297,7 +297,7 @@ class _Writer:
         """The bodies of an equation that only one of the programs has; `other` are the names of the other
         one."""
         if wraps is None:
-            for number in range(len(bodies(eqn))):
+            for number in range(len(listing.shown(eqn))):
                 self.body(mark, eqn, index, number, names, depth, at)
             return
         (body,) = bodies(eqn)
@@ -329,7 +329,7 @@ class _Writer:
         under = self.put(mark, listing.body_line(eqn, number, body, inner, depth + 1), at)
         for k, inside in enumerate(body.eqns):
             deeper = self.put(mark, listing.eqn_line(inside, inner, depth + 2), under)
-            for n in range(len(bodies(inside))):
+            for n in range(len(listing.shown(inside))):
                 self.body(mark, inside, k, n, inner, depth + 2, deeper)
         self.put(mark, listing.return_line(body, inner, depth + 2), under)
 

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 from typing import Literal as OneOf
 
-from xform.higher_order import bodies
+from xform.higher_order import READ, bodies
 from xform.printing import phrases, spell
 from xform.trace import Atom, DropVar, Jaxpr, JaxprEqn, Literal, Var, name_stack, source_frame
 
@@ -132,8 +132,7 @@ def with_source(text: str, line: Line, column: int = 88) -> str:
 def _body_lines(jaxpr: Jaxpr, names: Names, depth: int, out: list[Line], seen: dict[Jaxpr, str]) -> None:
     for k, eqn in enumerate(jaxpr.eqns):
         out.append(eqn_line(eqn, names, depth))
-        inside = bodies(eqn)
-        for number, body in enumerate(inside):
+        for number, body in enumerate(shown(eqn)):
             if is_empty(body):
                 continue
             if body in seen:
@@ -255,6 +254,11 @@ def _few(parts: Sequence[str], between: str = " ") -> str:
     if len(parts) <= MOST_NAMES:
         return between.join(parts)
     return between.join([*parts[:8], f"...{len(parts) - 8} more"])
+
+
+def shown(eqn: JaxprEqn) -> Sequence[Jaxpr]:
+    """The bodies of an equation that are printed: not what an operation is in plain JAX."""
+    return () if eqn.primitive.name in READ else bodies(eqn)
 
 
 def count(jaxpr: Jaxpr) -> int:

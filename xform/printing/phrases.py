@@ -6,8 +6,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from jax.sharding import AxisType, NamedSharding
@@ -174,6 +175,21 @@ def _collective(p: Mapping[str, Any]) -> list[str]:
     return found + _rest(p, told)
 
 
+def _operation(p: Mapping[str, Any]) -> list[str]:
+    op = p["op"]
+    return [f"{' '.join(op.operands)} -> {' '.join(op.results)}", *_fields(op)]
+
+
+def _fields(value: Any) -> Iterator[str]:
+    """What fields of a dataclass are not as they are by default; of dataclasses in it the same."""
+    for field in dataclasses.fields(value):
+        own = getattr(value, field.name)
+        if dataclasses.is_dataclass(own):
+            yield from _fields(own)
+        elif own != field.default:
+            yield field.name if own is True else f"{field.name} {spell(own)}"
+
+
 ALONG = ("all_gather_dimension", "scatter_dimension")
 
 
@@ -209,6 +225,7 @@ PHRASES: dict[str, Callable[[Mapping[str, Any]], list[str]]] = {
     "reshard": _reshard,
     "name": _checkpoint_name,
     "pallas_call": _pallas_call,
+    "operation": _operation,
 }
 """How the parameters of a primitive are put; all others as `name value`."""
 
@@ -244,6 +261,8 @@ def _says_nothing(value: Any) -> bool:
 def label(eqn: JaxprEqn) -> str:
     """The primitive, with the name of the function that it calls when it has one: `jit silu`."""
     primitive, name = eqn.primitive.name, eqn.params.get("name")
+    if primitive == "operation":
+        name = eqn.params["op"].name
     if primitive in CALLS_BY_SOURCE:
         body = eqn.params.get(CALLS_BY_SOURCE[primitive])
         name = name or getattr(getattr(body, "debug_info", None), "func_src_info", None)
