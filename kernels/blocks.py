@@ -95,7 +95,7 @@ PARTS = 2
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What is computed: rows and keys, not padded, sizes of heads, bytes of a number, whether by segments, and
+    """What is computed: rows and keys, not padded, sizes of heads, bytes of a number, whether by segments,
     whether by a mask that is an array of a byte for each row and key.
     """
 

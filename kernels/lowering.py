@@ -8,14 +8,15 @@ the operation takes them, and its results back.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
-from xform.errors import Decline
+from xform.errors import Decline, PlanError
 from xform.kernels import cross_entropy as losses
 from xform.kernels import grouped as megablox
+from xform.kernels import tokamax
 from xform.kernels.attending import attended
 from xform.kernels.lowered import Lowered, Options, checked, value
 from xform.kernels.recurrence import recurrence
@@ -210,6 +211,17 @@ def _grouped(product: tuple[Atom, Atom, Atom, Var], options: Options) -> Lowered
     return Lowered(takes, (out,), emit, "megablox")
 
 
+def provided(op: str, library: str) -> None:
+    """Raises PlanError where a library has no kernel for an operation, or is not there."""
+    if library not in LIBRARIES:
+        raise PlanError(f"kernels.library: {op} by {library!r}: there is {' and '.join(LIBRARIES)}")
+    if op not in LIBRARIES[library]:
+        has = ", ".join(LIBRARIES[library])
+        raise PlanError(f"kernels.library: {library} is not used for {op}; it is for: {has}")
+    if library == "tokamax":
+        tokamax.required(f"kernels.library: {op} = {library!r}")
+
+
 LOWERINGS: dict[str, Callable[[Raised, Options], list[Lowered]]] = {
     "attention": attended,
     "cross_entropy": entropied,
@@ -218,4 +230,9 @@ LOWERINGS: dict[str, Callable[[Raised, Options], list[Lowered]]] = {
 }
 """The operations that have a kernel."""
 
-__all__ = ["LOWERINGS", "Lowered", "Options", "spelled"]
+LIBRARIES: dict[str, Sequence[str]] = {"jax": tuple(LOWERINGS), "tokamax": tokamax.OPERATIONS}
+"""Whose kernels there are, and the operations for which they are: "jax" means its own and those of this
+package.
+"""
+
+__all__ = ["LOWERINGS", "Lowered", "Options", "provided", "spelled"]

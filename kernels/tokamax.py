@@ -8,14 +8,13 @@
 takes: no bias on the logits, and one mask for all heads. Beyond it, a mask may be an array that is computed
 when the program runs. So all but causal masks are one here, of queries x keys bytes, for each row of the
 batch where it depends on that; segments stay numbers. Its forward and backward kernels are called apart, as
-operations (`ops.operation`): the second is the op's `vjp`, which takes the result in place of the sum `delta`.
+operations: the second is the op's `vjp`, which takes the result in place of the sum `delta`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
 import inspect
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -46,6 +45,9 @@ OPERATIONS = ("attention",)
 BLOCKS = ("block_q", "block_kv", "block_kv_compute", "block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute")
 """The sizes of blocks that its kernels have: the backward pass is one kernel."""
 
+DTYPES = ("bfloat16", "float32")
+"""What they multiply."""
+
 UNSEEN = -1e30
 """What the kernels take for the logit of a key that is not seen."""
 
@@ -57,8 +59,11 @@ CAUSAL = Band(right=0)
 
 def required(option: str) -> None:
     """Raises PlanError, naming the option, where tokamax is not installed."""
-    if importlib.util.find_spec("tokamax") is None:
-        raise PlanError(f"{option} is not installed: pip install 'xform[tokamax]', or leave it to \"jax\"")
+    try:
+        import tokamax  # noqa: F401
+    except ImportError as error:
+        why = f"tokamax cannot be imported ({error}): pip install 'xform[tokamax]'"
+        raise PlanError(f"{option}: {why}") from None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +195,7 @@ class TokamaxBackward:
             made = run((lse, lse), out, dout, q, k, v, **(given | seen.options(flash, *hidden)))
             return made["q"], made["k"], made["v"]
 
-        lse = jnp.where(lse == -jnp.inf, 0.0, lse)  # exp(UNSEEN - 0) is 0: what has seen nothing has no weights
+        lse = jnp.where(lse == -jnp.inf, 0.0, lse)  # exp(UNSEEN - 0) is 0: what saw nothing has no weights
         rows = (_rows(x, sizes) for x in (out, lse, dout.astype(v.dtype)))
         with _interpreted(op.interpret), without_vma():
             dq, dk, dv = seen.each(one, (_rows(_scaled(q, op.scale), sizes), *_keys(k, v, sizes), *rows))

@@ -1,4 +1,4 @@
-"""Attention by tokamax: its kernels against the plain forms, masks that are data, and what may be asked of it."""
+"""Attention by tokamax: its kernels against the plain forms, masks that are data, and what is asked of it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from tests.kernels_suite import SLICES, Case, agree, agree_in_shard_map, agree_under_vmap, close, compiled
+from xform import Kernels, Plan, PlanError, Shard, parallelize
+from xform.higher_order import equations
 from xform.kernels.attention import AttentionForward
 from xform.kernels.blocks import Blocks
 from xform.kernels.tokamax import TokamaxBackward, TokamaxForward, attention
-from xform.ops import Band
+from xform.ops import Band, operation_of
 
 pytest.importorskip("tokamax")
 
@@ -127,3 +129,178 @@ def test_in_shard_map_they_agree(cut: str) -> None:
     both = case("mask, segments, sinks, cap")
     agree_in_shard_map(both, cut)
     agree_in_shard_map(backward(both), cut)
+
+
+# ---------------------------------------------------------------- differentiated
+
+
+@pytest.mark.parametrize("interpret", [False, True])
+def test_values_and_gradients_are_those_of_attention_as_anybody_writes_it(interpret: bool) -> None:
+    t, mask = 7, np.tri(7, dtype=bool) & (np.arange(7) % 3 != 1)
+    op = dataclasses.replace(forward(Band(), sinks=True, cap=2.0).of, interpret=interpret)
+    q, k, v, sinks = operands(TokamaxForward(op), b=2, n=2)
+
+    def ours(q: Any, k: Any, v: Any, sinks: Any) -> Any:
+        return attention(TokamaxForward(op), q, k, v, sinks, None, jnp.asarray(mask))[0]
+
+    def plain(q: Any, k: Any, v: Any, sinks: Any) -> Any:
+        logits = 2.0 * jnp.tanh(0.3 * jnp.einsum("bngtd,bnsd->bngts", q, k) / 2.0)
+        extra = jnp.broadcast_to(sinks[None, :, :, None, None], (*logits.shape[:-1], 1))
+        weights = jax.nn.softmax(jnp.concatenate([jnp.where(mask, logits, -1e30), extra], -1), -1)
+        return jnp.einsum("bngts,bnse->bngte", weights[..., :t], v)
+
+    args = (q, k, v, sinks)
+    results = [jax.jit(jax.vjp(f, *args)[1])(plain(*args)) for f in (ours, plain)]
+    close([ours(*args)], [plain(*args)], 1e-5)
+    close(*results, tolerance=1e-5)
+
+
+def test_where_context_is_saved_the_forward_kernel_does_not_run_again() -> None:
+    q, k, v = operands(forward())
+
+    def count(*saved: str) -> list[str]:
+        policy = jax.checkpoint_policies.save_only_these_names(*saved)
+        layer = jax.checkpoint(lambda q: jnp.sum(attention(forward(), q, k, v)[0]), policy=policy)
+        found = map(operation_of, equations(jax.make_jaxpr(jax.grad(layer))(q)))
+        return sorted(op.name for op in found if op)
+
+    assert count("context") == ["attention", "attention_backward"]
+    assert count() == ["attention", "attention", "attention_backward"]
+
+
+# ---------------------------------------------------------------- in a plan
+
+T = 7
+Q, K, V = operands(forward(), b=2, n=3, t=T, s=T)
+MASK = jax.random.bernoulli(jax.random.key(1), 0.4, (2, 1, 1, T, T))
+
+
+def attend(q: Any, k: Any, v: Any, mask: Any) -> Any:
+    scores = jnp.einsum("bngtd,bnsd->bngts", q, k) * 0.3
+    return jnp.einsum("bngts,bnse->bngte", jax.nn.softmax(jnp.where(mask, scores, -1e9), -1), v)
+
+
+def every_other(q: Any, k: Any, v: Any) -> Any:
+    return attend(q, k, v, np.arange(T)[:, None] % 2 == np.arange(T) % 2)
+
+
+def two_kinds(q: Any, k: Any, v: Any, own: Any, others: Any) -> Any:
+    same = (x[:, None, None, :, None] == x[:, None, None, None] for x in (own, others))
+    return attend(q, k, v, functools.reduce(jnp.logical_and, same))
+
+
+SEGMENTS = jnp.array([[0, 0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 2, 2, 2]])
+OTHERS = jnp.array([[0, 1, 1, 1, 2, 2, 2], [0, 0, 0, 0, 0, 1, 1]])
+
+# name: the function, its operands, and why JAX's splash attention does not compute it
+LIFTED: dict[str, tuple[Any, tuple[Any, ...], str]] = {
+    "data": (attend, (Q, K, V, MASK), "data for each query and key"),
+    "data for all": (attend, (Q, K, V, MASK[:1]), "data for each query and key"),
+    "position": (every_other, (Q, K, V), "no band, chunk or prefix"),
+    "segments": (two_kinds, (Q, K, V, SEGMENTS, OTHERS), "two kinds of segments"),
+}
+
+
+def traced(fn: Any, *args: Any, devices: int = 1, **options: Any) -> Any:
+    """The function under Kernels, its kernels interpreted; and the program."""
+    passes: list[Any] = [Kernels(**{"interpret": True, "shortest": 1} | options)]
+    passes = [Shard(collectives="auto"), *passes] if devices > 1 else passes
+    step = parallelize(fn, Plan({"data": devices}, passes), devices=jax.devices()[:devices])
+    return step, step.trace(*args)
+
+
+def operations(program: Any) -> list[Any]:
+    return [op for eqn in equations(program.jaxpr) if (op := operation_of(eqn)) is not None]
+
+
+@pytest.mark.parametrize("name", LIFTED)
+def test_masks_that_splash_attention_does_not_take_are_lifted(name: str) -> None:
+    fn, args, why = LIFTED[name]
+
+    def gradients(*args: Any) -> Any:
+        return jax.value_and_grad(lambda *xs: jnp.sum(jnp.sin(fn(*xs, *args[3:]))), (0, 1, 2))(*args[:3])
+
+    _, before = traced(gradients, *args)
+    assert not operations(before) and why in str(before.report)
+    step, after = traced(gradients, *args, library={"attention": "tokamax"})
+    assert [op.name for op in operations(after)] == ["attention", "attention_backward"]
+    assert "tokamax's splash attention, its mask an array" in str(after.report)
+    close(jax.tree.leaves(step(*args)), jax.tree.leaves(gradients(*args)), 1e-5)
+
+
+def test_causal_attention_has_no_array_as_mask() -> None:
+    def causal(q: Any, k: Any, v: Any) -> Any:
+        return attend(q, k, v, np.tri(T, dtype=bool))
+
+    step, program = traced(causal, Q, K, V, library={"attention": "tokamax"})
+    (op,) = operations(program)
+    assert isinstance(op, TokamaxForward) and not op.mask
+    assert "array" not in str(program.report)
+    close([step(Q, K, V)], [causal(Q, K, V)], 1e-5)
+
+
+@pytest.mark.slow  # the interpreter runs on two devices
+def test_a_mask_that_is_data_lies_over_devices_with_its_rows() -> None:
+    step, program = traced(attend, Q, K, V, MASK, devices=2, library={"attention": "tokamax"})
+    assert "b over data" in str(program.report)
+    close([step(Q, K, V, MASK)], [attend(Q, K, V, MASK)], 1e-5)
+
+
+def biased(q: Any, k: Any, v: Any) -> Any:
+    scores = jnp.einsum("bngtd,bnsd->bngts", q, k) + jnp.sin(np.arange(T) * np.arange(T)[:, None] * 1.0)
+    return jnp.einsum("bngts,bnse->bngte", jax.nn.softmax(scores, -1), v)
+
+
+BY_HEAD = MASK | (np.arange(3) == 1)[:, None, None, None]
+NARROW = tuple(x.astype("float16") for x in (Q, K, V))
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "says"),
+    [
+        (biased, (Q, K, V), "bias on the logits"),
+        (attend, (Q, K, V, BY_HEAD), "differs by head"),
+        (attend, (*NARROW, MASK), "bfloat16 and float32, these are float16"),
+    ],
+)
+def test_what_it_does_not_take_stays_as_it_was(fn: Any, args: Any, says: str) -> None:
+    _, program = traced(fn, *args, library={"attention": "tokamax"})
+    assert not operations(program) and says in str(program.report)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "says"),
+    [({"block_q_dq": 128}, "no 'block_q_dq'"), ({"block_q": 4096}, "take smaller ones")],
+)
+def test_blocks_are_those_of_its_kernels_and_have_to_fit(blocks: Any, says: str) -> None:
+    options, long = (
+        {"library": {"attention": "tokamax"}, "blocks": {"attention": blocks}},
+        jnp.zeros((1, 3, 2, 4096, 5)),
+    )
+    with pytest.raises(PlanError, match=says):
+        traced(attend, long, long[:, :, 0], long[:, :, 0], True, **options)
+
+
+# ---------------------------------------------------------------- on chips
+
+
+@pytest.mark.slow  # Mosaic compiles two forward and two backward kernels
+@pytest.mark.parametrize("chip", SLICES)
+def test_mosaic_compiles_forward_and_backward(chip: str) -> None:
+    of = AttentionForward(band=CAUSAL, scale=0.1, chip=chip, blocks=Blocks(use_fused_bwd_kernel=True))
+    masked = dataclasses.replace(of, band=Band(), cap=30.0)
+
+    def grads(q: Any, k: Any, q2: Any, k2: Any, own: Any, mask: Any) -> Any:
+        def outs(q: Any, k: Any, q2: Any, k2: Any) -> Any:
+            causal = attention(TokamaxForward(of), q, k, k)[0]
+            return causal, attention(TokamaxForward(masked), q2, k2, k2, None, (own, own), mask)[0]
+
+        made, pullback = jax.vjp(outs, q, k, q2, k2)
+        return pullback(made)
+
+    shapes = [((8, 2, 2, 2500, 128), jnp.bfloat16), ((8, 2, 2500, 128), jnp.bfloat16)]
+    shapes += [((8, 1, 2, 300, 80), jnp.float32), ((8, 1, 300, 80), jnp.float32)]
+    shapes += [((8, 300), jnp.int32), ((8, 300, 300), jnp.bool_)]
+    args = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
+    _, kernels = compiled(chip, grads, args, PartitionSpec("x"))
+    assert kernels == 4
