@@ -203,12 +203,16 @@ def _grouped(product: tuple[Atom, Atom, Atom, Var], options: Options) -> Lowered
     def emit(values: Mapping[Var, Value]) -> Mapping[Var, Value]:
         args = [a.val if isinstance(a, Literal) else values[a] for a in (x, w, sizes)]
         made = megablox.grouped_matmul(
-            *args, dtype=aval.dtype, chip=options.chip, interpret=options.interpret
+            *args,
+            dtype=aval.dtype,
+            chip=options.chip,
+            interpret=options.interpret,
+            library=options.library,
         )
         return {out: made}
 
     takes = tuple(dict.fromkeys(a for a in (x, w, sizes) if isinstance(a, Var)))
-    return Lowered(takes, (out,), emit, "megablox")
+    return Lowered(takes, (out,), emit, "megablox" if options.library == "jax" else "tokamax's ragged dot")
 
 
 def provided(op: str, library: str) -> None:

@@ -39,7 +39,7 @@ from xform.kernels.blocks import LANES, Blocks, Shape, Sizes, backward_sizes, fo
 from xform.ops import Band, apply
 from xform.trace import without_vma
 
-OPERATIONS = ("attention",)
+OPERATIONS = ("attention", "experts")
 """What may be asked of tokamax."""
 
 BLOCKS = ("block_q", "block_kv", "block_kv_compute", "block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute")

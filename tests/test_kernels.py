@@ -170,7 +170,10 @@ def test_options_that_cannot_be_are_errors_that_name_them(options: dict[str, Any
     ("library", "says"),
     [
         ({"attention": "tokamax"}, r"attention = 'tokamax': .* pip install 'xform\[tokamax\]'"),
-        ({"experts": "tokamax"}, "tokamax is not used for experts; it is for: attention"),
+        (
+            {"cross_entropy": "tokamax"},
+            "tokamax is not used for cross_entropy; it is for: attention, experts",
+        ),
         ({"attention": "other"}, "attention by 'other': there is jax and tokamax"),
         ({"attend": "tokamax"}, "did you mean 'attention'"),
     ],
