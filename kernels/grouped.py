@@ -102,14 +102,14 @@ class GroupedMatmul(_Grouped):
         tiles = self._tiles("product", (m, k, n, w.shape[0]), x.dtype)
         ends = jnp.minimum(jnp.cumsum(sizes.astype(jnp.int32)), m)
         x = _pad(x, tiles[0])
-        args = (x, w, jnp.diff(ends, prepend=0), jnp.dtype(self.dtype), tiles)
+        given: Any = (x, w, jnp.diff(ends, prepend=0), jnp.dtype(self.dtype), tiles)
         with self._precise(), without_vma():
             if self.library == "tokamax":
                 out = tokamax_grouped.product(
-                    *args, transposed=self.transposed, precision=self.precision, interpret=self.interpret
+                    *given, transposed=self.transposed, precision=self.precision, interpret=self.interpret
                 )
             else:
-                out = gmm(*args, transpose_rhs=self.transposed, interpret=self.interpret)
+                out = gmm(*given, transpose_rhs=self.transposed, interpret=self.interpret)
         rows = lax.broadcasted_iota(jnp.int32, (x.shape[0], 1), 0)
         return (jnp.where(rows < ends[-1], out, jnp.zeros((), out.dtype))[:m],)
 
@@ -136,12 +136,12 @@ class GroupedOuter(_Grouped):
         tiles = self._tiles("outer", (m, k, n, sizes.shape[0]), x.dtype)
         ends = jnp.minimum(jnp.cumsum(sizes.astype(jnp.int32)), m)
         x, y = _pad(x, tiles[0]), _pad(y, tiles[0])
-        args = (y, jnp.diff(ends, prepend=0), jnp.dtype(self.dtype), tiles)
+        given: Any = (y, jnp.diff(ends, prepend=0), jnp.dtype(self.dtype), tiles)
         with self._precise(), without_vma():
             if self.library == "tokamax":
-                out = tokamax_grouped.outer(x, *args, precision=self.precision, interpret=self.interpret)
+                out = tokamax_grouped.outer(x, *given, precision=self.precision, interpret=self.interpret)
             else:
-                out = tgmm(x.T, *args, interpret=self.interpret)
+                out = tgmm(x.T, *given, interpret=self.interpret)
         return (out,)
 
 
