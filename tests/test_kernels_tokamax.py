@@ -118,12 +118,14 @@ def test_the_backward_kernel_computes_what_the_plain_form_does(name: str) -> Non
 MAPPED = ["mask, segments, sinks, cap", "causal"]
 
 
+@pytest.mark.slow  # the interpreter runs in loops
 @pytest.mark.parametrize("form", [lambda each: each, backward], ids=["forward", "backward"])
 @pytest.mark.parametrize("name", MAPPED)
 def test_under_vmap_they_agree(name: str, form: Any) -> None:
     agree_under_vmap(form(case(name)))
 
 
+@pytest.mark.slow  # the interpreter runs on several devices
 @pytest.mark.parametrize("cut", ["b", "n", "bn"])
 def test_in_shard_map_they_agree(cut: str) -> None:
     both = case("mask, segments, sinks, cap")
