@@ -20,6 +20,7 @@ from xform.kernels import splash, tokamax
 from xform.kernels.attention import AttentionForward, attention_and_lse
 from xform.kernels.blocks import Blocks
 from xform.kernels.lowered import Lowered, Options, checked, value
+from xform.kernels.tokamax_masks import is_native
 from xform.ops import Band
 from xform.raising.canonical import arranged, back
 from xform.raising.lettering import OWN
@@ -167,7 +168,7 @@ class _Masked:
 
     @property
     def by_tokamax(self) -> str:
-        made = self.whole or self.pairs or not (self.band.is_full or self.band == tokamax.CAUSAL)
+        made = self.whole or self.pairs or not is_native(self.band)
         return f"tokamax's splash attention{', its mask an array of queries x keys' if made else ''}"
 
     @property

@@ -15,14 +15,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
-import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas import tpu as pltpu
 
@@ -33,10 +30,10 @@ from xform.kernels.attention import (
     alike,
     plain_backward,
     plain_forward,
-    seen_of,
 )
 from xform.kernels.blocks import LANES, Blocks, Shape, Sizes, backward_sizes, forward_sizes
-from xform.ops import Band, apply
+from xform.kernels.tokamax_masks import Seen, is_native, pad, sees_some
+from xform.ops import apply
 from xform.trace import without_vma
 
 OPERATIONS = ("attention", "experts")
@@ -53,8 +50,6 @@ UNSEEN = -1e30
 
 REDUCED = 3
 """The kernel writes sums of dq for each block of keys, or adds them up into so many."""
-
-CAUSAL = Band(right=0)
 
 
 def required(option: str) -> None:
@@ -109,7 +104,7 @@ class TokamaxForward:
         q, k, v, sinks, segments, mask = self.named(args)
         op, (t, s) = self.of, (q.shape[3], k.shape[2])
         sizes = forward_sizes(_shape(self, q, v), op.chip, op.blocks)
-        seen = _Seen(op.band, mask, segments, (t, s), sizes)
+        seen = Seen(op.band, mask, segments, (t, s), sizes)
         flash, given = _tokamax(), _options(op)
         heads = () if sinks is None else (jnp.tile(sinks.astype(jnp.float32).reshape(1, -1), (len(q), 1)),)
 
@@ -125,10 +120,10 @@ class TokamaxForward:
         with _interpreted(op.interpret), without_vma():
             out, lse = seen.each(one, args)
         out, lse = (x[:, :, :t].reshape(*q.shape[:4], *x.shape[3:]) for x in (out, lse))
-        some = seen_of(op.band, segments, mask, t, s)
-        if sinks is None and some is not None and not (op.complete and mask is None):
-            # Blocks without a key are not visited, and what is there is not written.
-            some = jnp.any(jnp.broadcast_to(some, (*some.shape[:-1], s)), -1)
+        some = None
+        if sinks is None and not (op.complete and mask is None):
+            some = sees_some(op.band, segments, mask, t, s)
+        if some is not None:  # blocks without a key are not visited, and what is there is not written
             some = jnp.broadcast_to(some, lse.shape)
             out, lse = jnp.where(some[..., None], out, 0), jnp.where(some, lse, -jnp.inf)
         return out, lse
@@ -180,7 +175,7 @@ class TokamaxBackward:
         q, k, v, segments, mask, out, lse, dout = self.named(args)
         op, (t, s) = self.forward.of, (q.shape[3], k.shape[2])
         sizes = backward_sizes(_shape(self.forward, q, v), op.chip, op.blocks)
-        seen = _Seen(op.band, mask, segments, (t, s), sizes)
+        seen = Seen(op.band, mask, segments, (t, s), sizes)
         flash, given = _tokamax(), _options(op)
         vjp: Any = flash.vjp
         config = vjp.config_cls(
@@ -277,101 +272,25 @@ def _interpreted(interpret: bool) -> Any:
     return pltpu.force_tpu_interpret_mode(interpret or None)  # type: ignore[arg-type]
 
 
-class _Seen:
-    """What each query sees, as operands for the kernel: an array of booleans, segments, or neither."""
-
-    def __init__(
-        self,
-        band: Band,
-        mask: Any,
-        segments: tuple[Any, Any] | None,
-        lengths: tuple[int, int],
-        sizes: Sizes,
-    ) -> None:
-        t, s = lengths
-        self.causal = band == CAUSAL and mask is None
-        if mask is not None or not (band.is_full or self.causal):
-            whole = seen_of(band, None, mask, t, s)
-            mask = whole if mask is None else whole.reshape(mask.shape)
-            mask = _pad(_pad(mask, -2, sizes.rows, False), -1, sizes.keys, False)
-        elif segments is None and sizes.keys > s and (band.is_full or t > s):
-            # Keys of the padding are of a segment that no query is of.
-            segments = jnp.zeros((1, t), jnp.int32), jnp.zeros((1, s), jnp.int32)
-        if segments is not None:
-            own, others = (x.astype(jnp.int32) for x in segments)
-            segments = _pad(own, 1, sizes.rows, 0), _pad(others, 1, sizes.keys, np.iinfo(np.int32).min)
-            if own.shape[0] == 1:
-                segments = segments[0][0], segments[1][0]
-        self.mask, self.segments = mask, segments
-
-    def each(self, one: Callable[..., tuple[Any, ...]], args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """`one` of arrays [heads, ...], for arrays [b, heads, ...]: all rows of the batch at once, as heads,
-        or, where rows see different keys, one after the other.
-        """
-        masks = () if self.mask is None else (self.mask,)
-        segments = self.segments or ()
-        axes = (*(0 if x.ndim == 3 else None for x in masks), *(0 if x.ndim == 2 else None for x in segments))
-        # How many blocks are visited is data, over which the kernels cannot be mapped.
-        run: Any = jax.custom_batching.sequential_vmap(one) if axes else one
-        if 0 in axes:
-            made = jax.vmap(run, (*[0] * len(args), *axes))(*args, *masks, *segments)
-            return made  # type: ignore[no-any-return]
-        made = run(*(x.reshape(-1, *x.shape[2:]) for x in args), *masks, *segments)
-        return tuple(x.reshape(len(args[0]), -1, *x.shape[1:]) for x in made)
-
-    def options(self, flash: Any, *hidden: Any) -> dict[str, Any]:
-        """The arguments of a call, of what `given` is in one row of the batch."""
-        made: dict[str, Any] = {}
-        rest = list(hidden)
-        if self.mask is not None:
-            made["mask"] = rest.pop(0)
-        elif self.causal:
-            made["mask"] = _causal(flash)
-        if rest:
-            made["segment_ids"] = _segment_ids(flash)(*rest)
-        return made
-
-
-def _causal(flash: Any) -> Any:
-    """Its causal mask: the type is public only as the one that other masks are turned into."""
-    nothing = jax.ShapeDtypeStruct((1, 1, 1), jnp.float32)
-    return dataclasses.replace(flash.bind(nothing, nothing, nothing).arguments["mask"], is_causal=True)
-
-
-def _segment_ids(flash: Any) -> Any:
-    """Its type for segments, public only in the types of the call."""
-    kinds = typing.get_args(inspect.signature(flash.bind).parameters["segment_ids"].annotation)
-    return kinds[0]
-
-
 def _shape(op: TokamaxForward, q: Any, v: Any) -> Shape:
     """What is to be computed, for the table of blocks: these kernels take rows by the 128."""
     of, size = op.of, jnp.dtype(q.dtype).itemsize
-    whole = bool(op.mask) or not (of.band.is_full or of.band == CAUSAL)
+    whole = bool(op.mask) or not is_native(of.band)
     return Shape(max(q.shape[3], LANES), v.shape[2], q.shape[-1], v.shape[-1], size, True, whole)
 
 
 def _rows(x: Any, sizes: Sizes) -> Any:
     """[b, n, g, t, ...] as [b, n * g, rows, ...]."""
-    return _pad(x.reshape(x.shape[0], -1, *x.shape[3:]), 2, sizes.rows, 0)
+    return pad(x.reshape(x.shape[0], -1, *x.shape[3:]), 2, sizes.rows, 0)
 
 
 def _keys(k: Any, v: Any, sizes: Sizes) -> tuple[Any, Any]:
-    return _pad(k, 2, sizes.keys, 0), _pad(v, 2, sizes.keys, 0)
+    return pad(k, 2, sizes.keys, 0), pad(v, 2, sizes.keys, 0)
 
 
 def _scaled(x: Any, scale: float) -> Any:
     """scale * x, rounded once."""
     return x if scale == 1.0 else (scale * x.astype(jnp.float32)).astype(x.dtype)
-
-
-def _pad(x: Any, axis: int, to: int, value: Any) -> Any:
-    missing = to - x.shape[axis]
-    if not missing:
-        return x
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, missing)
-    return jnp.pad(x, widths, constant_values=value)
 
 
 def blocks_of(sizes: Mapping[str, int]) -> Blocks:

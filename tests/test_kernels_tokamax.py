@@ -115,6 +115,16 @@ def test_the_backward_kernel_computes_what_the_plain_form_does(name: str) -> Non
     agree(backward(case(name)))
 
 
+@pytest.mark.parametrize("segments", [False, True])
+def test_nothing_of_the_size_of_queries_times_keys_is_in_the_program_of_long_causal_texts(
+    segments: bool,
+) -> None:
+    op, length = forward(segments=segments), 4096
+    args = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands(op, g=1, t=length, s=length)]
+    for eqn in equations(jax.make_jaxpr(op.kernel)(*args)):
+        assert all(np.prod(v.aval.shape) <= length * 128 for v in eqn.outvars)
+
+
 MAPPED = ["mask, segments, sinks, cap", "causal"]
 
 
@@ -306,3 +316,24 @@ def test_mosaic_compiles_forward_and_backward(chip: str) -> None:
     args = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
     _, kernels = compiled(chip, grads, args, PartitionSpec("x"))
     assert kernels == 4
+
+
+@pytest.mark.slow  # compiles for a TPU
+@pytest.mark.parametrize("collectives", ["explicit", "auto"])
+def test_on_a_tpu_the_compiled_step_has_the_kernels_and_no_scores(collectives: Any) -> None:
+    from xform import aot, topologies
+    from xform.models import llama
+
+    topologies.prepare_environment()
+    topology = topologies.parse("v5e-4")
+    size = llama.Config(512, 2, 256, 4, 2, 128, 512, remat=False)
+    fn, args = llama.train_step(size=size, batch=4, length=1024)
+    passes = [Shard(collectives=collectives), Kernels(library={"attention": "tokamax"})]
+    step = parallelize(
+        fn, Plan({"fsdp": 2, "tensor": 2}, passes), devices=topology.devices(), donate_argnums=0
+    )
+    lowered = step.lower(*args)
+    result = aot.compile_lowered(lowered.lowered, topology=topology, mesh=step.mesh)
+    assert sum(kernel.count for kernel in result.costs.kernels.values()) == 2 * 2
+    assert "1024x1024x" not in lowered.as_text()
+    result.check_promises(lowered.program.laid_out, lowered.program.report)
