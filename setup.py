@@ -10,6 +10,7 @@ PACKAGES = [
 ]
 
 AOT = ["libtpu>=0.0.52"]
+TOKAMAX = ["tokamax>=0.0.17,<0.1"]
 MODELS = ["optax>=0.2.5"]
 TEST = [
     *AOT,
@@ -38,6 +39,6 @@ setup(
         "networkx>=3.4",
         "numpy>=2.0",
     ],
-    extras_require={"aot": AOT, "models": MODELS, "test": TEST},
+    extras_require={"aot": AOT, "models": MODELS, "test": TEST, "tokamax": TOKAMAX},
     entry_points={"console_scripts": ["xform = xform.cli:main"]},
 )

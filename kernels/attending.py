@@ -7,6 +7,7 @@ A query that may see no key gets afterwards what the program has for it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,10 +16,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from xform.errors import Decline
-from xform.kernels import splash
+from xform.kernels import splash, tokamax
 from xform.kernels.attention import AttentionForward, attention_and_lse
 from xform.kernels.blocks import Blocks
 from xform.kernels.lowered import Lowered, Options, checked, value
+from xform.kernels.tokamax_masks import is_native
+from xform.ops import Band
 from xform.raising.canonical import arranged, back
 from xform.raising.lettering import OWN
 from xform.raising.meaning import Attention, Chosen, Raised, Tensor
@@ -30,10 +33,12 @@ it is larger than this, a query that sees none still tells keys apart."""
 
 
 def attended(r: Raised, options: Options) -> list[Lowered]:
-    """Attention by splash attention: masks by position and by segments, soft cap, grouped heads, sinks."""
+    """Attention by splash attention: masks by position and by segments, soft cap, grouped heads, sinks; by
+    tokamax's, where it is asked for, masks that are data too.
+    """
     m = r.meaning
     assert isinstance(m, Attention)
-    masked = _Masked(m)
+    masked = _Masked(m, whole=options.library == "tokamax")
     if m.bias:
         raise Decline(f"{' and '.join(m.bias_kinds) or 'bias'} on the logits, which the kernel does not take")
     if m.dropout:
@@ -54,23 +59,20 @@ def attended(r: Raised, options: Options) -> list[Lowered]:
         raise Decline("a query that may see no key tells keys apart by what hides them")
     if empty and m.mask.added and m.mask.filled > SOFT:
         raise Decline(f"a query that sees no key would see all, since the mask adds only {m.mask.filled:g}")
-    assert m.mask.band is not None
-    blocks: Any = dict(checked(options, r.op, [f.name for f in dataclasses.fields(Blocks)]))
+    kind = jnp.result_type(*(t.atom.aval.dtype for t in (m.q, m.k, m.v)))  # type: ignore[attr-defined]
+    rows = jax.ShapeDtypeStruct((1, sizes["n"], sizes["g"], sizes["t"], sizes["d"]), kind)
+    values_ = jax.ShapeDtypeStruct((1, sizes["n"], sizes["s"], sizes["e"]), kind)
     op = AttentionForward(
-        band=m.mask.band,
+        band=masked.band,
         scale=m.scale,
         cap=m.cap,
         sinks=m.sinks is not None,
         complete=not empty,
         chip=options.chip,
-        blocks=Blocks(**blocks),
         interpret=options.interpret,
     )
-    kind = jnp.result_type(*(t.atom.aval.dtype for t in (m.q, m.k, m.v)))  # type: ignore[attr-defined]
-    rows = jax.ShapeDtypeStruct((1, sizes["n"], sizes["g"], sizes["t"], sizes["d"]), kind)
-    values_ = jax.ShapeDtypeStruct((1, sizes["n"], sizes["s"], sizes["e"]), kind)
-    has_segments = bool(m.mask.segments or m.mask.chosen)
-    splash.check(rows, values_, has_segments, options.chip, op.blocks)
+    by = _by_tokamax if options.library == "tokamax" else _by_splash
+    call = by(r, op, masked, options, rows, values_)
     takes = [t.atom for t in masked.tensors if isinstance(t.atom, Var)]
     if any(v not in r.view.makers and v not in r.view.jaxpr.all_invars for v in takes):
         raise Decline("its mask is made outside of the body that it stands in")
@@ -91,34 +93,83 @@ def attended(r: Raised, options: Options) -> list[Lowered]:
             (q.shape[0], sizes["s"]),
         )
         sinks = None if m.sinks is None else of(m.sinks, *"ng")
-        out, lse = attention_and_lse(
-            dataclasses.replace(op, segments=bool(segments)), q, k, v, sinks, *segments
-        )
+        out, lse = call(q, k, v, sinks, segments, masked.array(of, batch))
         if empty:
             out = masked.filled(out, lse, v)
         out = back(out, (batch, *"ngte"), m.out.dims, sizes)
         return {out_var: out.astype(out_var.aval.dtype)}  # type: ignore[attr-defined]
 
-    return [Lowered(tuple(dict.fromkeys(takes)), (out_var,), emit, "splash attention")]
+    why = "splash attention" if options.library == "jax" else masked.by_tokamax
+    return [Lowered(tuple(dict.fromkeys(takes)), (out_var,), emit, why)]
+
+
+def _by_splash(
+    r: Raised, op: AttentionForward, masked: _Masked, options: Options, q: Any, v: Any
+) -> Callable[..., Any]:
+    """The call of JAX's kernels, for values of the types of q and v."""
+    blocks: Any = dict(checked(options, r.op, [f.name for f in dataclasses.fields(Blocks)]))
+    op = dataclasses.replace(op, blocks=Blocks(**blocks))
+    splash.check(q, v, masked.has_segments, options.chip, op.blocks)
+
+    def call(q: Value, k: Value, v: Value, sinks: Value, segments: tuple[Value, ...], array: Value) -> Any:
+        del array  # none
+        return attention_and_lse(dataclasses.replace(op, segments=bool(segments)), q, k, v, sinks, *segments)
+
+    return call
+
+
+def _by_tokamax(
+    r: Raised, op: AttentionForward, masked: _Masked, options: Options, q: Any, v: Any
+) -> Callable[..., Any]:
+    """The call of tokamax's kernels, for values of the types of q and v."""
+    if str(q.dtype) not in tokamax.DTYPES:
+        raise Decline(f"tokamax's kernel takes {' and '.join(tokamax.DTYPES)}, these are {q.dtype}")
+    blocks = tokamax.blocks_of(checked(options, r.op, tokamax.BLOCKS))
+    by = tokamax.TokamaxForward(
+        dataclasses.replace(op, blocks=blocks), "bts" if masked.whole or masked.pairs else ""
+    )
+    tokamax.check(by, q, v)
+
+    def call(q: Value, k: Value, v: Value, sinks: Value, segments: tuple[Value, ...], array: Value) -> Any:
+        return tokamax.attention(by, q, k, v, sinks, segments or None, array)
+
+    return call
 
 
 class _Masked:
-    """The mask of an attention as segments: queries see keys of the same one."""
+    """The mask of an attention as segments, queries see keys of the same one, and, where `whole` is taken, an
+    array of what is data for each query and key.
+    """
 
-    def __init__(self, m: Attention) -> None:
+    def __init__(self, m: Attention, whole: bool = False) -> None:
         self.m = m
-        if m.mask.band is None or m.mask.table:
+        if not whole and (m.mask.band is None or m.mask.table):
             raise Decline("its mask by position is no band, chunk or prefix")
+        self.band = m.mask.band or Band()
+        self.whole: list[Tensor] = []
         for each in m.mask.chosen:
             letters = set("".join(each.dims))
-            if {"t", "s"} <= letters:
-                raise Decline("its mask is data for each query and key")
             if letters & {"n", "g"}:
                 raise Decline("its mask differs by head")
-        if len(m.mask.segments) > 1:
+            if {"t", "s"} <= letters:
+                if not whole:
+                    raise Decline("its mask is data for each query and key")
+                self.whole.append(each)
+        self.pairs = m.mask.segments[1:]
+        if self.pairs and not whole:
             raise Decline("two kinds of segments at once")
-        self.keys = [c for c in m.mask.chosen if "t" not in "".join(c.dims)]
-        self.queries = [c for c in m.mask.chosen if "t" in "".join(c.dims)]
+        others = [c for c in m.mask.chosen if c not in self.whole]
+        self.keys = [c for c in others if "t" not in "".join(c.dims)]
+        self.queries = [c for c in others if "t" in "".join(c.dims)]
+
+    @property
+    def has_segments(self) -> bool:
+        return bool(self.m.mask.segments or self.keys or self.queries)
+
+    @property
+    def by_tokamax(self) -> str:
+        made = self.whole or self.pairs or not is_native(self.band)
+        return f"tokamax's splash attention{', its mask an array of queries x keys' if made else ''}"
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -128,8 +179,7 @@ class _Masked:
 
     def may_be_empty(self, queries: int, keys: int) -> bool:
         """Whether there may be a query that sees no key."""
-        band = self.m.mask.band
-        assert band is not None
+        band = self.band
         if self.m.sinks is not None:
             return False  # it sees the sink
         if self.m.mask.chosen or not band.sees_some(queries, keys):
@@ -147,7 +197,7 @@ class _Masked:
 
         They are those of the program; what its mask leaves out is in a segment of its own.
         """
-        if not self.m.mask.segments and not self.m.mask.chosen:
+        if not self.has_segments:
             return ()
         if self.m.mask.segments:
             q, k = self.m.mask.segments[0]
@@ -160,6 +210,13 @@ class _Masked:
         for each in self.queries:
             own = jnp.where(_holds(each, of(each, "t")), own, least + 1)
         return own, others
+
+    def array(self, of: Callable[..., Value], batch: str) -> Value:
+        """Booleans [b, t, s], or [t, s] where they are the same for the batch; None: all are segments."""
+        lead = (batch,) if self.pairs or any(set("".join(c.dims)) & set(batch) for c in self.whole) else ()
+        seen = [_holds(each, of(each, *lead, *"ts")) for each in self.whole]
+        seen += [of(q, batch, "t")[:, :, None] == of(k, batch, "s")[:, None, :] for q, k in self.pairs]
+        return functools.reduce(jnp.logical_and, seen) if seen else None
 
     def filled(self, out: Value, lse: Value, v: Value) -> Value:
         """The result, [b, n, g, t, e], with what the program has for queries that see no key: its logits are

@@ -75,23 +75,7 @@ class AttentionForward:
         return q, k, v, sinks, (rest[0], rest[1]) if self.segments else None
 
     def plain(self, *args: Any) -> tuple[Any, Any]:
-        q, k, v, sinks, segments = self.named(args)
-        logits = _capped(_logits(self, q, k), self.cap)
-        seen = _seen(self.band, segments, q.shape[-2], k.shape[-2])
-        if seen is not None:
-            logits = jnp.where(seen, logits, -jnp.inf)
-        most = jnp.max(logits, -1, keepdims=True)
-        if sinks is not None:
-            sunk = sinks.astype(jnp.float32)[None, :, :, None, None]
-            most = jnp.maximum(most, sunk)
-        most = jnp.where(most == -jnp.inf, 0.0, most)
-        weights = jnp.exp(logits - most)
-        total = jnp.sum(weights, -1, keepdims=True)
-        if sinks is not None:
-            total += jnp.exp(sunk - most)
-        out = jnp.einsum("bngts,bnse->bngte", weights, v.astype(jnp.float32))
-        out = out / jnp.where(total == 0, 1.0, total)
-        return out.astype(q.dtype), (most + jnp.log(total))[..., 0]
+        return plain_forward(self, *self.named(args))
 
     def kernel(self, *args: Any) -> tuple[Any, Any]:
         q, k, v, sinks, segments = self.named(args)
@@ -148,22 +132,7 @@ class AttentionBackward:
         return q, k, v, (segments[0], segments[1]) if segments else None, lse, delta, dout
 
     def plain(self, *args: Any) -> tuple[Any, Any, Any]:
-        q, k, v, segments, lse, delta, dout = self.named(args)
-        op, wide = self.forward, dout.astype(jnp.float32)
-        uncapped = _logits(op, q, k)
-        logits = _capped(uncapped, op.cap)
-        seen = _seen(op.band, segments, q.shape[-2], k.shape[-2])
-        if seen is not None:
-            logits = jnp.where(seen, logits, -jnp.inf)
-        weights = jnp.exp(logits - jnp.where(lse == -jnp.inf, 0.0, lse)[..., None])
-        dv = jnp.einsum("bngts,bngte->bnse", weights, wide)
-        dlogits = weights * (jnp.einsum("bngte,bnse->bngts", wide, v.astype(jnp.float32)) - delta[..., None])
-        if op.cap is not None:
-            dlogits *= 1 - jnp.tanh(uncapped / op.cap) ** 2
-        dlogits *= op.scale
-        dq = jnp.einsum("bngts,bnsd->bngtd", dlogits, k.astype(jnp.float32))
-        dk = jnp.einsum("bngts,bngtd->bnsd", dlogits, q.astype(jnp.float32))
-        return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
+        return plain_backward(self.forward, *self.named(args))
 
     def kernel(self, *args: Any) -> tuple[Any, Any, Any]:
         op = self.forward
@@ -178,16 +147,68 @@ class AttentionBackward:
         )
 
 
-def _logits(op: AttentionForward, q: Any, k: Any) -> Any:
-    return op.scale * jnp.einsum("bngtd,bnsd->bngts", q.astype(jnp.float32), k.astype(jnp.float32))
+# ---------------------------------------------------------------- in plain JAX
 
 
-def _capped(logits: Any, cap: float | None) -> Any:
-    return logits if cap is None else cap * jnp.tanh(logits / cap)
+def plain_forward(
+    op: AttentionForward,
+    q: Any,
+    k: Any,
+    v: Any,
+    sinks: Any,
+    segments: tuple[Any, Any] | None,
+    mask: Any = None,
+) -> tuple[Any, Any]:
+    """out and lse. mask: booleans besides, [t, s] or [b, t, s], for kernels that take them."""
+    logits = _capped(_logits(op, q, k), op.cap)
+    seen = seen_of(op.band, segments, mask, q.shape[-2], k.shape[-2])
+    if seen is not None:
+        logits = jnp.where(seen, logits, -jnp.inf)
+    most = jnp.max(logits, -1, keepdims=True)
+    if sinks is not None:
+        sunk = sinks.astype(jnp.float32)[None, :, :, None, None]
+        most = jnp.maximum(most, sunk)
+    most = jnp.where(most == -jnp.inf, 0.0, most)
+    weights = jnp.exp(logits - most)
+    total = jnp.sum(weights, -1, keepdims=True)
+    if sinks is not None:
+        total += jnp.exp(sunk - most)
+    out = jnp.einsum("bngts,bnse->bngte", weights, v.astype(jnp.float32))
+    out = out / jnp.where(total == 0, 1.0, total)
+    return out.astype(q.dtype), (most + jnp.log(total))[..., 0]
 
 
-def _seen(band: Band, segments: tuple[Any, Any] | None, t: int, s: int) -> Any:
-    """Which keys each query sees, broadcastable to the logits; None: all."""
+def plain_backward(
+    op: AttentionForward,
+    q: Any,
+    k: Any,
+    v: Any,
+    segments: tuple[Any, Any] | None,
+    lse: Any,
+    delta: Any,
+    dout: Any,
+    mask: Any = None,
+) -> tuple[Any, Any, Any]:
+    """dq, dk and dv."""
+    wide = dout.astype(jnp.float32)
+    uncapped = _logits(op, q, k)
+    logits = _capped(uncapped, op.cap)
+    seen = seen_of(op.band, segments, mask, q.shape[-2], k.shape[-2])
+    if seen is not None:
+        logits = jnp.where(seen, logits, -jnp.inf)
+    weights = jnp.exp(logits - jnp.where(lse == -jnp.inf, 0.0, lse)[..., None])
+    dv = jnp.einsum("bngts,bngte->bnse", weights, wide)
+    dlogits = weights * (jnp.einsum("bngte,bnse->bngts", wide, v.astype(jnp.float32)) - delta[..., None])
+    if op.cap is not None:
+        dlogits *= 1 - jnp.tanh(uncapped / op.cap) ** 2
+    dlogits *= op.scale
+    dq = jnp.einsum("bngts,bnsd->bngtd", dlogits, k.astype(jnp.float32))
+    dk = jnp.einsum("bngts,bngtd->bnsd", dlogits, q.astype(jnp.float32))
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
+
+
+def seen_of(band: Band, segments: tuple[Any, Any] | None, mask: Any, t: int, s: int) -> Any:
+    """Which keys each query sees, booleans that broadcast to the logits; None: all."""
     seen = None
     if not band.is_full:
         rows, columns = (jax.lax.broadcasted_iota(jnp.int32, (t, s), axis) for axis in (0, 1))
@@ -195,7 +216,18 @@ def _seen(band: Band, segments: tuple[Any, Any] | None, t: int, s: int) -> Any:
     if segments is not None:
         same = (segments[0][:, :, None] == segments[1][:, None, :])[:, None, None]
         seen = same if seen is None else seen & same
+    if mask is not None:
+        whole = mask if mask.ndim == 2 else mask[:, None, None]
+        seen = whole if seen is None else seen & whole
     return seen
+
+
+def _logits(op: AttentionForward, q: Any, k: Any) -> Any:
+    return op.scale * jnp.einsum("bngtd,bnsd->bngts", q.astype(jnp.float32), k.astype(jnp.float32))
+
+
+def _capped(logits: Any, cap: float | None) -> Any:
+    return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 # ---------------------------------------------------------------- differentiated
@@ -229,16 +261,21 @@ def attention_and_lse(
     """out and lse of the operation, both differentiable: attention over parts of the keys can be put together
     from both of each part.
     """
-    args = (q, k, v, sinks, q_segments, kv_segments)
+    out, lse = _attention(op, *alike(q, k, v, sinks, q_segments, kv_segments))
+    return out, lse
+
+
+def alike(*args: Any) -> tuple[Any, ...]:
+    """Arrays, or None, that vary alike. Inside a shard_map: what is the same on all devices has a gradient
+    that is summed over them.
+    """
     axes: set[Any] = set().union(*(_varying(x) for x in args if x is not None))
 
-    def alike(x: Any) -> Any:
-        # Inside a shard_map: what is the same on all devices has a gradient that is summed over them.
+    def one(x: Any) -> Any:
         missing = () if x is None else tuple(sorted(axes - _varying(x)))
         return jax.lax.pcast(x, missing, to="varying") if missing else x
 
-    out, lse = _attention(op, *map(alike, args))
-    return out, lse
+    return tuple(map(one, args))
 
 
 def _varying(x: Any) -> frozenset[Any]:

@@ -95,7 +95,9 @@ PARTS = 2
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What is computed: rows and keys, not padded, sizes of heads, bytes of a number, whether by segments."""
+    """What is computed: rows and keys, not padded, sizes of heads, bytes of a number, whether by segments,
+    whether by a mask that is an array of a byte for each row and key.
+    """
 
     rows: int
     keys: int
@@ -103,6 +105,7 @@ class Shape:
     e: int
     itemsize: int
     segments: bool = False
+    mask: bool = False
 
 
 @functools.lru_cache(maxsize=256)
@@ -184,15 +187,16 @@ def needed(kind: str, q: int, kv: int, compute: int, shape: Shape) -> int:
     d, e = _up(shape.d, LANES), _up(shape.e, LANES)
     queries, keys = q * (d + e) * shape.itemsize, kv * (d + e) * shape.itemsize
     wide = 4 * LANES * q  # a number a query, of 4 bytes, in each lane
+    mask = 2 * q * kv if shape.mask else 0
     position = wide * (1 + shape.segments)
     if kind == "forward":  # q, out; k, v; lse; positions; then the maximum, the sum and the weighted values
-        held = 2 * (queries + keys + wide + position) + 2 * wide + 4 * q * e
+        held = 2 * (queries + keys + wide + position) + 2 * wide + 4 * q * e + mask
         return held + int(SCORES * 4 * q * kv)
     few = 4 * 8 * q
     if kind == "dkv":  # q, dout; k, v; dk, dv; dq; lse, delta, positions; then dk, dv, dq
         numbers = 3 * few + shape.segments * (few + 4 * LANES * kv)
         held = 2 * (queries + 2 * keys + q * d * shape.itemsize + numbers) + 4 * kv * (d + e) + 4 * q * d
-        return held + int(SCORES * 4 * q * compute)
+        return held + mask + int(SCORES * 4 * q * compute)
     held = 2 * (queries + keys + q * d * shape.itemsize + 2 * few + position) + 4 * q * d
     return held + int(SCORES * 4 * q * kv)
 

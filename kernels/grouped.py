@@ -5,9 +5,9 @@
 Rows 0 to sizes[0] are multiplied with w[0], the next sizes[1] with w[1], and so on; rows past the sum of the
 sizes are zero. Three operations: this one, the same with the weights transposed (the gradient of the rows),
 and the grouped outer product (the gradient of the weights), all of JAX's kernels `gmm` and `tgmm`
-(jax.experimental.pallas.ops.tpu.megablox). Megablox wants whole tiles of rows and leaves rows without a group
-as it finds them, so rows are padded, and those rows made zero. Groups lie along m and k is summed over, so it
-is n that may lie over devices, and k and n of the weights' gradient.
+(jax.experimental.pallas.ops.tpu.megablox), or of tokamax's (`kernels.tokamax_grouped`). They want whole tiles
+of rows and leave rows without a group as they find them, so rows are padded, and those rows made zero. Groups
+lie along m and k is summed over, so it is n that may lie over devices, and k and n of the weights' gradient.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from jax import lax
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 
 from xform.errors import PlanError
+from xform.kernels import tokamax_grouped
 from xform.ops import apply
 from xform.trace import without_vma
 
@@ -53,6 +54,7 @@ OTHER = "v5e"
 class _Grouped:
     """What the three operations share. dtype: of the result. chip: "v5e". tiles: (m, k, n), in place of those
     of the table. precision: of float32 products, as jax.default_matmul_precision takes it; "": what is set.
+    library: whose kernels, "jax" or "tokamax".
     """
 
     dtype: str
@@ -60,6 +62,7 @@ class _Grouped:
     tiles: Tiles | None = None
     precision: str = ""
     interpret: bool = False
+    library: str = "jax"
 
     def _precise(self) -> Any:
         return jax.default_matmul_precision(self.precision or None)
@@ -99,16 +102,14 @@ class GroupedMatmul(_Grouped):
         tiles = self._tiles("product", (m, k, n, w.shape[0]), x.dtype)
         ends = jnp.minimum(jnp.cumsum(sizes.astype(jnp.int32)), m)
         x = _pad(x, tiles[0])
+        given: Any = (x, w, jnp.diff(ends, prepend=0), jnp.dtype(self.dtype), tiles)
         with self._precise(), without_vma():
-            out = gmm(
-                x,
-                w,
-                jnp.diff(ends, prepend=0),
-                jnp.dtype(self.dtype),
-                tiles,
-                transpose_rhs=self.transposed,
-                interpret=self.interpret,
-            )
+            if self.library == "tokamax":
+                out = tokamax_grouped.product(
+                    *given, transposed=self.transposed, precision=self.precision, interpret=self.interpret
+                )
+            else:
+                out = gmm(*given, transpose_rhs=self.transposed, interpret=self.interpret)
         rows = lax.broadcasted_iota(jnp.int32, (x.shape[0], 1), 0)
         return (jnp.where(rows < ends[-1], out, jnp.zeros((), out.dtype))[:m],)
 
@@ -134,15 +135,13 @@ class GroupedOuter(_Grouped):
             return (jnp.zeros((sizes.shape[0], k, n), self.dtype),)
         tiles = self._tiles("outer", (m, k, n, sizes.shape[0]), x.dtype)
         ends = jnp.minimum(jnp.cumsum(sizes.astype(jnp.int32)), m)
+        x, y = _pad(x, tiles[0]), _pad(y, tiles[0])
+        given: Any = (y, jnp.diff(ends, prepend=0), jnp.dtype(self.dtype), tiles)
         with self._precise(), without_vma():
-            out = tgmm(
-                _pad(x, tiles[0]).T,
-                _pad(y, tiles[0]),
-                jnp.diff(ends, prepend=0),
-                jnp.dtype(self.dtype),
-                tiles,
-                interpret=self.interpret,
-            )
+            if self.library == "tokamax":
+                out = tokamax_grouped.outer(x, *given, precision=self.precision, interpret=self.interpret)
+            else:
+                out = tgmm(x.T, *given, interpret=self.interpret)
         return (out,)
 
 
@@ -159,13 +158,14 @@ def grouped_matmul(
     tiles: Tiles | None = None,
     precision: str = "",
     interpret: bool = False,
+    library: str = "jax",
 ) -> jax.Array:
     """`lax.ragged_dot(x, w, sizes)` as an operation, with a gradient that is two.
 
     x[m,k], w[x,k,n], sizes[x] integers -> [m,n], of `dtype`: that of the operands, if none is given.
     """
     wanted = str(jnp.dtype(dtype or jnp.result_type(x, w)))
-    return _product(GroupedMatmul(wanted, chip, tiles, precision, interpret), x, w, sizes)
+    return _product(GroupedMatmul(wanted, chip, tiles, precision, interpret, library), x, w, sizes)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -182,8 +182,8 @@ def _backward(op: GroupedMatmul, saved: Any, dout: jax.Array) -> tuple[jax.Array
     x, w, sizes = saved
     # A gradient in float32 would have megablox multiply in float32 what the program multiplied narrow.
     dout = dout.astype(jnp.result_type(x, w))
-    rows = GroupedMatmul(str(x.dtype), op.chip, op.tiles, op.precision, op.interpret, transposed=True)
-    weights = GroupedOuter(str(w.dtype), op.chip, op.tiles, op.precision, op.interpret)
+    how = (op.chip, op.tiles, op.precision, op.interpret, op.library)
+    rows, weights = GroupedMatmul(str(x.dtype), *how, transposed=True), GroupedOuter(str(w.dtype), *how)
     return apply(rows, dout, w, sizes)[0], apply(weights, x, dout, sizes)[0], None
 
 

@@ -14,7 +14,7 @@ from xform.trace import Literal, Value, Var
 class Options:
     """chip: its name, by which block sizes go. interpret: there is none. shortest: see `Kernels`. blocks: in
     place of the table's. asked: the user names the operation, so that it is lowered where it only fits.
-    devices: of the mesh.
+    devices: of the mesh. library: whose kernel it is to be.
     """
 
     chip: str
@@ -23,6 +23,7 @@ class Options:
     blocks: Mapping[str, int] = dataclasses.field(default_factory=dict)
     asked: bool = False
     devices: int = 1
+    library: str = "jax"
 
 
 @dataclasses.dataclass(frozen=True)

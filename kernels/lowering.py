@@ -8,17 +8,19 @@ the operation takes them, and its results back.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
-from xform.errors import Decline
+from xform.errors import Decline, PlanError
 from xform.kernels import cross_entropy as losses
 from xform.kernels import grouped as megablox
+from xform.kernels import tokamax
 from xform.kernels.attending import attended
 from xform.kernels.lowered import Lowered, Options, checked, value
 from xform.kernels.recurrence import recurrence
+from xform.kernels.stepwise import Steps
 from xform.raising.canonical import arranged, back
 from xform.raising.describe import axes, mask_name
 from xform.raising.meaning import Attention, CrossEntropy, Experts, Product, Raised, Recurrence, Tensor
@@ -39,8 +41,6 @@ def recurred(r: Raised, options: Options) -> list[Lowered]:
     """A recurrence by chunks, whatever way it was written."""
     m = r.meaning
     assert isinstance(m, Recurrence)
-    if m.step is not None or m.read is not None:
-        raise Decline("what it takes or gives is computed step by step in its loop")
     sizes = {"n": 1, **r.sizes}
     blocks = checked(options, r.op, ("chunk", "heads"))
     if sizes["t"] < options.shortest:
@@ -54,11 +54,20 @@ def recurred(r: Raised, options: Options) -> list[Lowered]:
     products = {name: p for name in order if (p := getattr(m, name)) is not None}
     tensors = [t for p in products.values() for t in (*p.times, *p.over)]
     tensors += [m.initial] if m.initial is not None else []
-    takes = dict.fromkeys(t.atom for t in tensors if isinstance(t.atom, Var))
-    gives = {v: t for t in (m.out, m.final) if t is not None and isinstance(v := t.atom, Var)}
+    own = [a for t in tensors if isinstance(a := t.atom, Var) and a not in r.view.makers and _inside(m, a)]
+    steps = Steps(r, own) if m.step is not None else None
+    takes = dict.fromkeys(a for t in tensors if isinstance(a := t.atom, Var) and a not in own)
+    takes |= dict.fromkeys(steps.takes if steps else ())
+    given = (m.final,) if m.read is not None else (m.out, m.final)
+    gives = [a for t in given if t is not None and isinstance(a := t.atom, Var)]
+    gives += steps.gives if steps else []
 
     def emit(values: Mapping[Var, Value]) -> Mapping[Var, Value]:
+        made = steps.first(values) if steps else {}
+
         def of(tensor: Tensor, *dims: str) -> Value:
+            if tensor.atom in made:
+                return arranged(made[tensor.atom], ("t", *tensor.dims), (batch, *dims), sizes)
             return arranged(value(tensor, values), tensor.dims, (batch, *dims), sizes)
 
         def product(name: str) -> Value:
@@ -96,12 +105,24 @@ def recurred(r: Raised, options: Options) -> list[Lowered]:
             interpret=options.interpret,
         )
         out = jnp.flip(out, 2) if m.reverse else out
-        found = {m.out.atom: back(out, (batch, *"nte"), m.out.dims, sizes)}
+        found: dict[Any, Value]
+        if m.read is None:
+            found = {m.out.atom: back(out, (batch, *"nte"), m.out.dims, sizes)}
+        else:
+            assert steps is not None
+            kind: Any = m.read.atom.aval.dtype  # type: ignore[attr-defined]
+            read = back(out, (batch, *"nte"), ("t", *m.read.dims), sizes)
+            found = dict(steps.last(values, read.astype(kind)))
         if m.final is not None:
             found[m.final.atom] = back(final, (batch, *"nde"), m.final.dims, sizes)
         return {v: found[v].astype(v.aval.dtype) for v in gives}  # type: ignore[attr-defined]
 
     return [Lowered(tuple(takes), tuple(gives), emit, f"{m.kind} by chunks")]
+
+
+def _inside(m: Recurrence, atom: Var) -> bool:
+    """Whether a value is one of the body of the recurrence's loop."""
+    return m.step is not None and (atom in m.step.makers or atom in m.step.jaxpr.all_invars)
 
 
 # ---------------------------------------------------------------- cross-entropy
@@ -202,12 +223,27 @@ def _grouped(product: tuple[Atom, Atom, Atom, Var], options: Options) -> Lowered
     def emit(values: Mapping[Var, Value]) -> Mapping[Var, Value]:
         args = [a.val if isinstance(a, Literal) else values[a] for a in (x, w, sizes)]
         made = megablox.grouped_matmul(
-            *args, dtype=aval.dtype, chip=options.chip, interpret=options.interpret
+            *args,
+            dtype=aval.dtype,
+            chip=options.chip,
+            interpret=options.interpret,
+            library=options.library,
         )
         return {out: made}
 
     takes = tuple(dict.fromkeys(a for a in (x, w, sizes) if isinstance(a, Var)))
-    return Lowered(takes, (out,), emit, "megablox")
+    return Lowered(takes, (out,), emit, "megablox" if options.library == "jax" else "tokamax's ragged dot")
+
+
+def provided(op: str, library: str) -> None:
+    """Raises PlanError where a library has no kernel for an operation, or is not there."""
+    if library not in LIBRARIES:
+        raise PlanError(f"kernels.library: {op} by {library!r}: there is {' and '.join(LIBRARIES)}")
+    if op not in LIBRARIES[library]:
+        has = ", ".join(LIBRARIES[library])
+        raise PlanError(f"kernels.library: {library} is not used for {op}; it is for: {has}")
+    if library == "tokamax":
+        tokamax.required(f"kernels.library: {op} = {library!r}")
 
 
 LOWERINGS: dict[str, Callable[[Raised, Options], list[Lowered]]] = {
@@ -218,4 +254,9 @@ LOWERINGS: dict[str, Callable[[Raised, Options], list[Lowered]]] = {
 }
 """The operations that have a kernel."""
 
-__all__ = ["LOWERINGS", "Lowered", "Options", "spelled"]
+LIBRARIES: dict[str, Sequence[str]] = {"jax": tuple(LOWERINGS), "tokamax": tokamax.OPERATIONS}
+"""Whose kernels there are, and the operations for which they are: "jax" means its own and those of this
+package.
+"""
+
+__all__ = ["LOWERINGS", "Lowered", "Options", "provided", "spelled"]

@@ -51,17 +51,20 @@ class Kernels:
     where: a regular expression; only operations are lowered whose name stack or source line matches it.
     shortest: attention over fewer keys or queries stays as it is: its scores take less than a kernel's setup.
     blocks: block sizes in place of the table's, by operation: {"attention": {"block_q": 256}}.
+    library: whose kernels, by operation: {"attention": "tokamax"} for those of tokamax, which has to be
+        installed (`pip install 'xform[tokamax]'`), in place of "jax"'s.
     interpret: where there is no TPU, run kernels in the interpreter, to try them; else operations are
         computed there as the program has them.
 
-    Raises PlanError for an operation that is not in the table, and for blocks that a chip's memory cannot
-    hold.
+    Raises PlanError for an operation that is not in the table, for blocks that a chip's memory cannot hold,
+    and for a library that is not installed or does not have the operation.
     """
 
     only: Sequence[str] = ()
     where: str = ""
     shortest: int = 128
     blocks: Mapping[str, Mapping[str, int]] = dataclasses.field(default_factory=dict)
+    library: Mapping[str, str] = dataclasses.field(default_factory=dict)
     interpret: bool = False
 
     stages: ClassVar[tuple[str, ...]] = ("model",)
@@ -90,7 +93,13 @@ class Kernels:
                 chip = kind.name if kind else "v5e"
                 blocks = self.blocks.get(r.op, {})
                 options = Options(
-                    chip, kind is None, self.shortest, blocks, bool(self.only), context.mesh.size
+                    chip,
+                    kind is None,
+                    self.shortest,
+                    blocks,
+                    bool(self.only),
+                    context.mesh.size,
+                    self.library.get(r.op, "jax"),
                 )
                 made = lowering.LOWERINGS[r.op](r, options)
             except Decline as reason:
@@ -103,9 +112,12 @@ class Kernels:
         return placed(inside, claims, context.report) if claims else jaxpr
 
     def _check(self) -> None:
-        for name in (*self.only, *self.blocks):
+        for name in (*self.only, *self.blocks, *self.library):
             if name not in lowering.LOWERINGS:
-                raise unknown("operation", name, lowering.LOWERINGS, "kernels.only and kernels.blocks")
+                options = "kernels.only, kernels.blocks and kernels.library"
+                raise unknown("operation", name, lowering.LOWERINGS, options)
+        for name, library in self.library.items():
+            lowering.provided(name, library)
         try:
             re.compile(self.where)
         except re.error as error:

@@ -1,5 +1,6 @@
 """Kernels: what becomes a kernel, on one device and on several, what does not and why; the same numbers."""
 
+import sys
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -165,8 +166,29 @@ def test_options_that_cannot_be_are_errors_that_name_them(options: dict[str, Any
     assert says in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("library", "says"),
+    [
+        ({"attention": "tokamax"}, r"attention = 'tokamax': .* pip install 'xform\[tokamax\]'"),
+        (
+            {"cross_entropy": "tokamax"},
+            "tokamax is not used for cross_entropy; it is for: attention, experts",
+        ),
+        ({"attention": "other"}, "attention by 'other': there is jax and tokamax"),
+        ({"attend": "tokamax"}, "did you mean 'attention'"),
+    ],
+)
+def test_a_library_that_is_not_there_is_an_error_that_names_what_is(
+    monkeypatch: pytest.MonkeyPatch, library: Any, says: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "tokamax", None)  # as if it were not installed
+    with pytest.raises(PlanError, match=rf"kernels\.library.*{says}"):
+        on_one(causal_loss, Q, K, V, library=library)
+
+
 def test_a_plan_with_kernels_reads_and_writes_as_toml(tmp_path: Any) -> None:
-    plan = Plan({"data": 1}, [Kernels(only=["attention"], blocks={"attention": {"block_q": 256}})])
+    blocks, library = {"attention": {"block_q": 256}}, {"attention": "jax"}
+    plan = Plan({"data": 1}, [Kernels(only=["attention"], blocks=blocks, library=library)])
     path = tmp_path / "plan.toml"
     path.write_text(plan.dumps())
     assert Plan.load(path).passes == plan.passes
