@@ -65,7 +65,7 @@ def forward(form: str, t: int, d: int, v: int, dtype: str = "float32") -> Case:
 
 
 def backward(form: str, t: int, d: int, v: int, dtype: str = "float32", chip: str = "v5e") -> Case:
-    op = CrossEntropyGradient(FORMS[form], chip, SMALL, True, dtype)
+    op = CrossEntropyGradient(FORMS[form], chip, SMALL, True, dtype=dtype)
     args = operands(op.form, t, d, v, dtype)
     lse = CrossEntropy(op.form).plain(*args)[1]
     return Case(f"backward-{form}-{dtype}-{t}-{v}-{chip}", op, (*args, lse, *douts(t)), TOLERANCE[dtype])
