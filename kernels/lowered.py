@@ -16,7 +16,6 @@ class Options:
     """chip: its name, by which block sizes go. interpret: there is none. shortest: see `Kernels`. blocks: in
     place of the table's. asked: the user names the operation, so that it is lowered where it only fits.
     tokens_over, vocab_over: over how many devices tokens lie, and the vocabulary. memory: bytes of one.
-    chunked: it is in a loop over chunks of the tokens.
     """
 
     chip: str
@@ -27,7 +26,6 @@ class Options:
     tokens_over: int = 1
     vocab_over: int = 1
     memory: float = math.inf
-    chunked: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -164,12 +164,6 @@ def _worth(r: Raised, options: Options, size: int) -> str:
     t = -(-math.prod(n for c, n in r.sizes.items() if c not in "dv") // options.tokens_over)
     d, v = r.sizes["d"], r.sizes["v"]
     v = v // options.vocab_over if v % options.vocab_over == 0 else v
-    if options.chunked:
-        less = "less" if losses.pays(options.chip, t, d, v, size) else "more"
-        raise Decline(
-            f"chunkedloss takes its tokens through the head in chunks, {t} a device at a time; a kernel for"
-            f" all at once takes {less} time by estimate: to have it, leave chunkedloss out"
-        )
     if losses.pays(options.chip, t, d, v, size, "plain"):
         return "head and loss in one, in less time than with whole logits"
     logits = 2 * 4.0 * t * v

@@ -41,7 +41,7 @@ from xform.roles import Roles
 from xform.roles.logical import logical_names
 from xform.sharding.layout import entry_axes
 from xform.topologies import kind_of
-from xform.trace import Jaxpr, Value, Var, shape_of
+from xform.trace import Jaxpr, Value, Var, name_stack, shape_of, source_line
 
 NOWHERE = PartitionSpec()
 
@@ -80,10 +80,14 @@ class Kernels:
         found = find(inside, *(kind for kind in RECOGNISERS if kind != "experts" or ragged))
         for near in found.declined:
             context.report.declined("kernels", near.what, near.why, near.line or near.where)
+        if not self.only or "cross_entropy" in self.only:
+            _tell_chunked(inside, context)
         claims = []
         for r in found.raised:
             if self.where and not re.search(self.where, f"{r.where} {r.line}"):
                 continue
+            if r.op == "cross_entropy" and _is_chunked(r.where):
+                continue  # which was said
             what = lowering.spelled(r)
             try:
                 if r.op not in lowering.LOWERINGS:
@@ -103,7 +107,6 @@ class Kernels:
                     tokens_over=_ways(context, "activation_batch"),
                     vocab_over=_ways(context, "vocab"),
                     memory=kind.hbm if kind else math.inf,
-                    chunked=CHUNKED in re.split(r"\W+", r.where),
                 )
                 made = lowering.LOWERINGS[r.op](r, options)
             except Decline as reason:
@@ -150,6 +153,20 @@ class Kernels:
             return list(_region(op, axes, scattered, context)(*site.args))
 
         return rewrite(jaxpr, rule, context.report, "kernels")
+
+
+def _tell_chunked(jaxpr: Jaxpr, context: Context) -> None:
+    """Says of a loss that goes through chunks that it gets no kernel."""
+    for eqn in equations(jaxpr):
+        if eqn.primitive.name == "scan" and _is_chunked(name_stack(eqn)):
+            what = f"the head and its cross_entropy in {eqn.params['length']} chunks"
+            why = "chunkedloss has cut it up before; the kernel, for all tokens at once and with no logits in"
+            why += " memory, is for plans without chunkedloss"
+            context.report.declined("kernels", what, why, source_line(eqn))
+
+
+def _is_chunked(where: str) -> bool:
+    return CHUNKED in re.split(r"\W+", where)
 
 
 def _ways(context: Context, name: str) -> int:
