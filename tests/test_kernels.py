@@ -1,5 +1,6 @@
 """Kernels: what becomes a kernel, on one device and on several, what does not and why; the same numbers."""
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -184,16 +185,23 @@ def test_a_model_agrees_on_a_mesh_of_data_fsdp_and_tensor(collectives: Any) -> N
     passes = [
         Shard(collectives=collectives),
         Remat("minimal_with_context"),
-        Kernels(interpret=True, shortest=1),
+        Kernels(only=["attention", "cross_entropy"], interpret=True, shortest=1),
     ]
     plan = Plan({"data": 2, "fsdp": 2, "tensor": 2}, passes)
     assert check(fn, args, plan, steps=1).ok
     program = parallelize(fn, plan).trace(*args)
-    assert operations(program) == {"attention": 1, "attention_backward": 1}
-    shapes = {e.invars[0].aval.shape for e in equations(program.jaxpr) if operation_of(e) is not None}
-    assert shapes == {(2, 2, 3, 64, 16)}  # rows of two of four parts, key heads of one of two
+    names = ("attention", "attention_backward", "cross_entropy", "cross_entropy_gradient")
+    assert operations(program) == dict.fromkeys(names, 1)
+    shapes = {
+        op.name.partition("_")[0]: [v.aval.shape for v in e.invars[:2]]
+        for e in equations(program.jaxpr)
+        if (op := operation_of(e)) is not None
+    }
+    # Rows of two of four parts; key heads, and the vocabulary, of one of two.
+    assert shapes == {"attention": [(2, 2, 3, 64, 16), (2, 2, 64, 16)], "cross": [(2, 64, 96), (96, 160)]}
     if collectives == "auto":
         assert "attention in a shard_map of its own: b over data,fsdp, n over tensor" in str(program.report)
+        assert "gradient in a shard_map of its own: t over data,fsdp, v over tensor" in str(program.report)
 
 
 @pytest.mark.parametrize(("policy", "runs"), [("full", 2), ("minimal", 2), ("minimal_with_context", 1)])
@@ -224,3 +232,25 @@ def test_on_a_tpu_the_compiled_step_has_the_kernels_and_no_scores(collectives: A
     assert "512,512]" not in lowered.as_text().replace(" ", "")
     result.check_promises(lowered.program.laid_out, lowered.program.report)
     assert "by a kernel" in str(lowered.program.report)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("collectives", ["explicit", "auto"])
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_on_a_tpu_the_compiled_step_has_no_logits(tensor: int, collectives: Any) -> None:
+    """Slow: compiles for a TPU."""
+    from xform import aot
+
+    topologies.prepare_environment()
+    topology = topologies.parse("v5e-4")
+    size = llama.Config(1280, 2, 256, 4, 2, 128, 512, remat=False)
+    fn, args = llama.train_step(size=size, batch=8, length=384)
+    passes = [Shard(collectives=collectives), Kernels(only=["cross_entropy"])]
+    plan = Plan({"fsdp": 4 // tensor, "tensor": tensor}, passes)
+    step = parallelize(fn, plan, devices=topology.devices(), donate_argnums=0)
+    result = aot.compile_lowered(step.lower(*args).lowered, topology=topology, mesh=step.mesh)
+    assert sum(kernel.count for kernel in result.costs.kernels.values()) == 2
+    shapes = [set(map(int, dims.split(","))) for dims in re.findall(r"\[([\d,]+)\]", result.hlo_text)]
+    vocab, tokens = {1280, 1280 // tensor}, {384, 8 * 384, 8 * 384 * tensor // 4}
+    assert any(shape & vocab for shape in shapes)
+    assert not [shape for shape in shapes if shape & vocab and shape & tokens]
