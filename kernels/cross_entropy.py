@@ -146,6 +146,9 @@ class CrossEntropyGradient(_Loss):
     name = "cross_entropy_gradient"
     cut = ""
 
+    def wider(self, dtype: str) -> Self:
+        return dataclasses.replace(self, dtype=str(jnp.promote_types(self.dtype, dtype)))
+
     @property
     def sums(self) -> str:
         return f"{self.tokens}v"

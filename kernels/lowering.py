@@ -168,10 +168,10 @@ def _worth(r: Raised, options: Options, size: int) -> str:
         return "head and loss in one, in less time than with whole logits"
     logits = 2 * 4.0 * t * v
     if logits > options.memory / 2:
-        return f"head and loss in one: whole logits and their gradient take {logits / 1e9:.1f} GB of a device"
+        return f"head and loss in one: whole logits and their gradient take {logits / 1e6:.0f} MB of a device"
     if not options.asked:
         raise Decline(
-            f"whole logits, {logits / 2e9:.3f} GB a device, take less time: the kernel computes them twice"
+            f"whole logits, {logits / 2e6:.0f} MB a device, take less time: the kernel computes them twice"
             " (kernels.only asks for it)"
         )
     return "head and loss in one"

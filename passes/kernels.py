@@ -29,7 +29,7 @@ from xform.higher_order import equations
 from xform.kernels import lowering
 from xform.kernels.lowering import Options
 from xform.ops import Operation, apply, operation_of
-from xform.ops.operation import on_parts, sums_of, terms_of
+from xform.ops.operation import on_parts, sums_of, terms_of, told_of
 from xform.plans.rules import MAXTEXT_RULES
 from xform.raising.finding import RECOGNISERS, find
 from xform.raising.placing import Claim, placed
@@ -254,18 +254,22 @@ def _axes(op: Any, site: Site, roles: Roles, scope: Scope, context: Context) -> 
     """
     found: dict[str, tuple[str, ...]] = {}
     taken: set[str] = set()
-    may = op.cut + sums_of(op)
-    for dims, var in (
-        *zip(op.results, site.eqn.outvars, strict=True),
-        *zip(op.operands, site.eqn.invars, strict=True),
-    ):
-        if not isinstance(var, Var):
-            continue
-        for c, size, entry in zip(dims, shape_of(var), _entries(roles, scope, var, context), strict=True):
-            if c not in may or c in found:
-                continue
+    layouts = [
+        (c, size, entry)
+        for dims, var in (
+            *zip(op.results, site.eqn.outvars, strict=True),
+            *zip(op.operands, site.eqn.invars, strict=True),
+        )
+        if isinstance(var, Var)
+        for c, size, entry in zip(dims, shape_of(var), _entries(roles, scope, var, context), strict=True)
+    ]
+    # What an operation is told of it is made to be cut along: it comes before the dimensions of other values.
+    for letters in (told_of(op), op.cut + sums_of(op)):
+        for c, size, entry in layouts:
             axes = tuple(a for a in entry if a not in taken)
-            if axes and size % math.prod(context.mesh.shape[a] for a in axes) == 0:
+            if c not in letters or c in found or not axes:
+                continue
+            if size % math.prod(context.mesh.shape[a] for a in axes) == 0:
                 found[c] = axes
                 taken |= set(axes)
     return found

@@ -10,10 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from xform import Kernels, Plan, PlanError, Remat, Shard, check, parallelize, topologies
+from xform import ChunkedLoss, Kernels, Plan, PlanError, Remat, Shard, check, parallelize, topologies
+from xform.errors import Decline
 from xform.higher_order import equations
+from xform.kernels import lowering
 from xform.models import llama
 from xform.ops import operation_of
+from xform.raising.finding import find
+from xform.trace import typeof
 
 RNG = np.random.default_rng(0)
 B, T, H, N, D = 2, 7, 6, 3, 5
@@ -171,6 +175,39 @@ def test_a_plan_with_kernels_reads_and_writes_as_toml(tmp_path: Any) -> None:
     path = tmp_path / "plan.toml"
     path.write_text(plan.dumps())
     assert Plan.load(path).passes == plan.passes
+
+
+def entropy(x: Any, w: Any, labels: Any) -> Any:
+    picked = jnp.take_along_axis(jax.nn.log_softmax(x @ w), labels[..., None], -1)
+    return -jnp.mean(picked)
+
+
+LOSS = jnp.zeros((8, 512, 4096)), jnp.zeros((4096, 1280)), jnp.zeros((8, 512), jnp.int32)
+
+
+def loss_kernel(**options: Any) -> str:
+    """Why a loss of long vectors gets its kernel on v5e."""
+    (r,) = find(jax.make_jaxpr(entropy)(*map(typeof, LOSS)), "cross_entropy").raised
+    (made,) = lowering.LOWERINGS[r.op](r, lowering.Options("v5e", **options))
+    return made.why
+
+
+def test_a_loss_gets_its_kernel_where_whole_logits_take_more_time_or_memory_or_it_is_asked_for() -> None:
+    with pytest.raises(Decline, match=r"whole logits, 21 MB a device, take less time.*kernels.only asks"):
+        loss_kernel()
+    assert loss_kernel(asked=True) == "head and loss in one"
+    assert "42 MB of a device" in loss_kernel(memory=5e7)
+    with pytest.raises(Decline, match="whole logits, 1 MB a device"):
+        loss_kernel(memory=5e7, tokens_over=8, vocab_over=2)
+
+
+def test_a_loss_that_goes_through_chunks_gets_no_kernel_and_is_told_of() -> None:
+    args = jnp.ones((8, 16, 8)), jnp.ones((8, 96)), jnp.zeros((8, 16), jnp.int32)
+    passes = [ChunkedLoss(4), Kernels(only=["cross_entropy"], interpret=True)]
+    step = parallelize(jax.grad(entropy, (0, 1)), Plan({"data": 1}, passes), devices=jax.devices()[:1])
+    program = step.trace(*args)
+    assert not operations(program)
+    assert "cross_entropy in 4 chunks: chunkedloss has cut it up before" in reasons(program)
 
 
 # ---------------------------------------------------------------- on several devices, and with other passes

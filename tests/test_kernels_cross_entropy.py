@@ -285,7 +285,7 @@ def step(params: Any, batch: Any) -> Any:
     def loss(params: Any) -> Any:
         x = params["table"][batch["tokens"]]
         x = x + jnp.tanh(x @ params["up"]) @ params["down"]
-        logits = x @ params["head"]
+        logits = (x @ params["head"]).astype(jnp.float32)
         padding = batch["labels"] == -100
         losses = optax.softmax_cross_entropy_with_integer_labels(
             logits, jnp.where(padding, 0, batch["labels"])
@@ -304,6 +304,19 @@ def arguments() -> Any:
     labels = np.where(random.rand(16, 32) < 0.2, -100, tokens[:, 1:])
     labels[0] = -100  # a text of padding alone
     return params, {"tokens": tokens[:, :-1], "labels": labels, "weights": random.rand(16, 32)}
+
+
+def test_terms_of_a_gradient_come_in_the_dtype_they_are_summed_in() -> None:
+    params, batch = arguments()
+    params = {name: x.astype(jnp.bfloat16) for name, x in params.items()}
+    passes = [
+        Shard(collectives="explicit", gradient_dtype="float32"),
+        Kernels(only=["cross_entropy"], interpret=True),
+    ]
+    program = parallelize(step, Plan({"fsdp": 8}, passes)).trace(params, batch)
+    eqns = [eqn for eqn in equations(program.jaxpr) if operation_of(eqn) is not None]
+    assert [str(v.aval.dtype) for v in eqns[-1].outvars] == ["bfloat16", "float32"]
+    assert program.jaxpr.outvars[2].aval.dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize("collectives", ["explicit", "auto"])

@@ -45,6 +45,7 @@ class Operation(Protocol):
     It may have, besides: `sums`, letters that may be cut too, where results that lack one are terms of a sum
     over the parts (`sums_of`). `told`, letters of both whose mesh axes it is told by `over(axes)`, which
     gives the operation on a part (`on_parts`); such parts are blocks, and it may use collectives over them.
+    `wider(dtype)`: the operation that gives its terms of a weight's gradient in a wider dtype.
     """
 
     @property
@@ -171,6 +172,12 @@ def on_parts(op: Operation, axes: Mapping[str, tuple[str, ...]]) -> Operation:
 def terms_of(op: Operation, number: int, axes: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
     """The mesh axes over which a result is the terms of a sum, where the dimensions lie over `axes`."""
     return tuple(a for c in sums_of(op) if c not in op.results[number] for a in axes.get(c, ()))
+
+
+def widened(op: Operation, dtype: str) -> Operation:
+    """The operation with its terms of a weight's gradient in a dtype that is wider, where it can."""
+    made: Operation = op.wider(dtype) if hasattr(op, "wider") else op
+    return made
 
 
 # ---------------------------------------------------------------- the primitive

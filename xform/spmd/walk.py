@@ -22,6 +22,8 @@ import jax
 import jax.numpy as jnp
 
 from xform.higher_order import enter
+from xform.ops import NAME as OPERATION
+from xform.ops.operation import body, widened
 from xform.report import Report, amount
 from xform.rewrite import Site, rewrite
 from xform.spmd.choice import Assignment, Case, Choice, Operand
@@ -44,6 +46,7 @@ from xform.trace import (
     in_trace,
     name_stack,
     source_line,
+    typeof,
 )
 
 MOVES = frozenset(
@@ -495,6 +498,9 @@ class Walk:
             return args, params
         if "preferred_element_type" in params and not isinstance(params["precision"], DotAlgorithms):
             return args, {**params, "preferred_element_type": jnp.dtype(self.options.sum_dtype)}
+        if name == OPERATION:
+            op = widened(params["op"], self.options.sum_dtype)
+            return args, {**params, "op": op, "jaxpr": body(op, [typeof(x) for x in args])}
         if name == "reduce_sum" or name in SUMS:
             return [x.astype(self.options.sum_dtype) for x in args], params
         return args, params
