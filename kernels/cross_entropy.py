@@ -6,8 +6,10 @@ lse is log(sum(exp(logits))), loss is lse minus the logit of the label. Two oper
 gradient, each one kernel (`cross_entropy_kernels`). The backward kernel makes the logits again, so that both
 together do the arithmetic of a loss in chunks that are computed again, four products of t x d x v.
 
-A label that is none of 0..v-1 picks nothing: its loss is lse. lse is named for `jax.checkpoint`, so that with
-"lse" saved the forward kernel does not run again. A z-loss is the caller's, of lse, whose gradient is taken.
+Tokens may lie over devices, and the vocabulary in blocks: then a few numbers a token are put together
+forward, and gradients are terms of a sum. A label that is none of 0..v-1 picks nothing: its loss is lse. lse
+is named for `jax.checkpoint`, so that with "lse" saved the forward kernel does not run again. A z-loss is the
+caller's, of lse, whose gradient is taken.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -32,108 +34,159 @@ from xform.trace import without_vma
 
 DTYPES = ("bfloat16", "float32")
 
+TOKENS = "tsrqponmlkjihg"
+"""The letters of the dimensions of tokens."""
+
 LSE = "lse"
 """The name under which the log of the sum is saved."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Loss:
-    """What both operations share. form: the function. blocks: in place of the table's for the chip."""
+    """What both operations share. form: the function. blocks: in place of the table's for the chip. tokens:
+    a letter for each of their dimensions. axes: the mesh axes over which the vocabulary lies in blocks.
+    """
 
     form: Form
     chip: str = OTHER
     blocks: Blocks = dataclasses.field(default_factory=Blocks)
     interpret: bool = False
+    tokens: str = "t"
+    axes: tuple[str, ...] = ()
+
+    told = "v"
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        return ("td", "vd" if self.form.transposed else "dv", "t", *(["v"] if self.form.bias else []))
-
-    def _padded(self, way: str, args: Sequence[jax.Array]) -> tuple[Sizes, list[jax.Array]]:
-        """Block sizes, and the operands with rows of zeros up to a whole number of blocks of tokens."""
-        x, w = args[:2]
-        v = w.shape[0 if self.form.transposed else 1]
-        sizes = sizes_of(self.chip, way, x.shape[0], x.shape[1], v, x.dtype.itemsize, self.blocks)
-        more = -x.shape[0] % sizes.t
-        tokens = ["t" in dims for dims in self.operands]
-        pads = [((0, more), *[(0, 0)] * (a.ndim - 1)) for a in args]
-        return sizes, [jnp.pad(a, p) if own else a for a, p, own in zip(args, pads, tokens, strict=True)]
+        weights = "vd" if self.form.transposed else "dv"
+        return (f"{self.tokens}d", weights, self.tokens, *(["v"] if self.form.bias else []))
 
     @property
     def operands(self) -> tuple[str, ...]:
         return self.inputs
 
+    def over(self, axes: Mapping[str, tuple[str, ...]]) -> Self:
+        return dataclasses.replace(self, axes=axes["v"])
+
+    def _here(self, w: jax.Array, labels: jax.Array) -> tuple[Form, jax.Array]:
+        """The form on this block of the vocabulary, and labels counted from its first class; -1: others."""
+        v = w.shape[0 if self.form.transposed else 1]
+        form = dataclasses.replace(self.form, ways=math.prod(lax.axis_size(a) for a in self.axes))
+        labels = labels - lax.axis_index(self.axes) * v if self.axes else labels
+        return form, jnp.where((labels >= 0) & (labels < v), labels, -1)
+
+    def _padded(self, way: str, args: Sequence[jax.Array]) -> tuple[Sizes, list[jax.Array]]:
+        """Block sizes, and the operands with tokens in one dimension, by rows of zeros a whole number of
+        blocks of them.
+        """
+        x, w = args[:2]
+        t, d, v = math.prod(x.shape[:-1]), x.shape[-1], w.shape[0 if self.form.transposed else 1]
+        sizes = sizes_of(self.chip, way, t, d, v, x.dtype.itemsize, self.blocks)
+
+        def padded(a: jax.Array, dims: str) -> jax.Array:
+            if dims not in (self.tokens, f"{self.tokens}d"):
+                return a
+            flat = a.reshape(t, *a.shape[len(self.tokens) :])
+            return jnp.pad(flat, [(0, -t % sizes.t), *[(0, 0)] * (flat.ndim - 1)])
+
+        return sizes, [padded(a, dims) for a, dims in zip(args, self.operands, strict=True)]
+
 
 @dataclasses.dataclass(frozen=True)
 class CrossEntropy(_Loss):
-    """x[t,d], w[d,v] (or [v,d]), labels[t], bias[v] if the form has one -> loss[t], lse[t] in float32."""
+    """x[t,d], w[d,v] (or [v,d]), labels[t], bias[v] if the form has one -> loss[t], lse[t] in float32.
+
+    Where the vocabulary lies over devices, what each makes of its block is put together here.
+    """
 
     name = "cross_entropy"
-    results = ("t", "t")
-    cut = "t"
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        return self.tokens, self.tokens
+
+    @property
+    def cut(self) -> str:
+        return f"{self.tokens}v"
 
     def plain(self, *args: jax.Array) -> Sequence[jax.Array]:
         x, w, labels, *bias = args
-        z = self.form.logits(x, w, bias[0] if bias else None)
-        lse = jax.nn.logsumexp(z, axis=1)
-        return lse - jnp.sum(_shares(self.form, labels, z) * z, axis=1), lse
+        form, labels = self._here(w, labels)
+        z = form.logits(x, w, bias[0] if bias else None)
+        return self._together(jnp.sum(_shares(form, labels, z) * z, -1), jax.nn.logsumexp(z, -1))
 
     def kernel(self, *args: jax.Array) -> Sequence[jax.Array]:
-        t = args[0].shape[0]
+        shape, t = args[2].shape, args[2].size
         sizes, (x, w, labels, *bias) = self._padded("forward", args)
+        form, labels = self._here(w, labels)
         with without_vma():
-            loss, lse = kernels.forward(
-                self.form, sizes, self.interpret, x, w, labels, bias[0] if bias else None
-            )
-        return loss[:t], lse[:t]
+            made = kernels.forward(form, sizes, self.interpret, x, w, labels, bias[0] if bias else None)
+        return self._together(*(each[:t].reshape(shape) for each in made))
+
+    def _together(self, target: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The loss and lse of all of the vocabulary, of what the labels weigh and lse of each block."""
+        if self.axes:
+            most = lax.pmax(lse, self.axes)
+            most = jnp.where(jnp.isfinite(most), most, 0.0)
+            lse = most + jnp.log(lax.psum(jnp.exp(lse - most), self.axes))
+            target = lax.psum(target, self.axes)
+        return lse - target, lse
 
 
 @dataclasses.dataclass(frozen=True)
 class CrossEntropyGradient(_Loss):
     """The operands of `CrossEntropy`, lse, dloss and dlse [t] -> the gradients of x, w and, if any, the bias.
 
-    dtype: of the gradient of w. sums: tokens may lie over devices too; the gradients of w and the bias are
-    then terms of a sum over them.
+    dtype: of the gradient of w. Tokens and vocabulary may lie over devices: the gradients of w and the bias
+    are then terms of a sum over the tokens', that of x over the vocabulary's.
     """
 
     dtype: str = "float32"
 
     name = "cross_entropy_gradient"
     cut = ""
-    sums = "t"
+
+    def wider(self, dtype: str) -> Self:
+        return dataclasses.replace(self, dtype=str(jnp.promote_types(self.dtype, dtype)))
+
+    @property
+    def sums(self) -> str:
+        return f"{self.tokens}v"
 
     @property
     def operands(self) -> tuple[str, ...]:
-        return (*self.inputs, "t", "t", "t")
+        return (*self.inputs, self.tokens, self.tokens, self.tokens)
 
     @property
     def results(self) -> tuple[str, ...]:
-        return ("td", self.inputs[1], *(["v"] if self.form.bias else []))
+        return (*self.inputs[:2], *(["v"] if self.form.bias else []))
 
     def plain(self, *args: jax.Array) -> Sequence[jax.Array]:
-        form = self.form
         x, w, labels, *bias, lse, dloss, dlse = args
+        form, labels = self._here(w, labels)
         z = form.logits(x, w, bias[0] if bias else None)
-        g = jnp.exp(z - lse[:, None]) * (dloss + dlse)[:, None] - _shares(form, labels, z) * dloss[:, None]
-        g = g * form.slope(z)
+        lse, dloss, dboth = (each[..., None] for each in (lse, dloss, dloss + dlse))
+        g = (jnp.exp(z - lse) * dboth - _shares(form, labels, z) * dloss) * form.slope(z)
         dz = (g * form.scale).astype(x.dtype)
-        dx = form.dot(dz, w, (1, 0 if form.transposed else 1)).astype(x.dtype)
-        dw = form.dot(dz, x, (0, 0)) if form.transposed else form.dot(x, dz, (0, 0))
-        return dx, dw.astype(self.dtype), *[jnp.sum(g, axis=0).astype(b.dtype) for b in bias]
+        dx = form.dot(dz, w, (z.ndim - 1, 0 if form.transposed else 1)).astype(x.dtype)
+        tokens = range(z.ndim - 1)
+        dw = form.dot(*((dz, x) if form.transposed else (x, dz)), *((k, k) for k in tokens))
+        return dx, dw.astype(self.dtype), *[jnp.sum(g, axis=tuple(tokens)).astype(b.dtype) for b in bias]
 
     def kernel(self, *args: jax.Array) -> Sequence[jax.Array]:
-        t = args[0].shape[0]
+        shape, t = args[0].shape, args[2].size
         sizes, (x, w, labels, *bias, lse, dloss, dlse) = self._padded("backward", args)
+        form, labels = self._here(w, labels)
         given = x, w, labels, bias[0] if bias else None, lse, dloss, dlse
         with without_vma():
-            dx, *rest = kernels.backward(self.form, sizes, self.interpret, *given, jnp.dtype(self.dtype))
-        return dx[:t], *rest
+            dx, *rest = kernels.backward(form, sizes, self.interpret, *given, jnp.dtype(self.dtype))
+        return dx[:t].reshape(shape), *rest
 
 
 def _shares(form: Form, labels: jax.Array, z: jax.Array) -> jax.Array:
-    """[t, v]: the weight of each logit in what is taken from lse."""
-    hit = labels[:, None] == lax.broadcasted_iota(jnp.int32, z.shape, 1)
-    shares: jax.Array = jnp.where(hit, 1.0 - form.smoothing, 0.0) + form.smoothing / z.shape[1]
+    """[..., v]: the weight of each logit in what is taken from lse."""
+    hit = labels[..., None] == lax.broadcasted_iota(jnp.int32, z.shape, z.ndim - 1)
+    shares: jax.Array = jnp.where(hit, 1.0 - form.smoothing, 0.0) + form.share(z.shape[-1])
     return shares
 
 
@@ -153,11 +206,12 @@ def cross_entropy(
 ) -> tuple[jax.Array, jax.Array]:
     """x[t,d], w[d,v] or, if `form.transposed`, [v,d], labels[t] integers, bias[v] -> loss[t], lse[t] float32.
 
+    The tokens may have several dimensions, or none.
     Products are in the dtype of x; w may be wider, and so is its gradient then, with no rounding on the way.
     `form.bias` is set by whether there is one.
     """
     form = dataclasses.replace(form, bias=bias is not None)
-    op = CrossEntropy(form, chip, blocks or Blocks(), interpret)
+    op = CrossEntropy(form, chip, blocks or Blocks(), interpret, TOKENS[: x.ndim - 1])
     loss, lse = _loss(op, x, w, labels.astype(jnp.int32), *([] if bias is None else [bias]))
     return loss, lse
 
@@ -176,7 +230,7 @@ def _forward(op: CrossEntropy, *args: jax.Array) -> tuple[tuple[jax.Array, jax.A
 
 def _backward(op: CrossEntropy, saved: Any, douts: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
     (x, w, *rest), lse = saved
-    back = CrossEntropyGradient(op.form, op.chip, op.blocks, op.interpret, str(w.dtype))
+    back = CrossEntropyGradient(op.form, op.chip, op.blocks, op.interpret, op.tokens, dtype=str(w.dtype))
     dx, dw, *dbias = apply(back, x, w.astype(x.dtype), *rest, lse, *douts)
     return dx, dw, None, *dbias
 

@@ -34,6 +34,7 @@ LEAST = -1e30
 class Form:
     """The function: logits = cap(scale * x . w + bias). transposed: w is [v, d]. smoothing: the part of the
     labels' weight that all of the vocabulary share. precision: of the products, "highest" or the default.
+    ways: how often the vocabulary is as large as that of w, a block of it.
     """
 
     scale: float = 1.0
@@ -42,19 +43,24 @@ class Form:
     bias: bool = False
     transposed: bool = False
     precision: str = ""
+    ways: int = 1
 
-    def dot(self, left: Any, right: Any, dims: tuple[int, int]) -> Any:
-        """A product in float32, summed over one dimension of each."""
-        numbers = (((dims[0],), (dims[1],)), ((), ()))
+    def dot(self, left: Any, right: Any, *dims: tuple[int, int]) -> Any:
+        """A product in float32, summed over these dimensions of both."""
+        numbers = ((tuple(a for a, _ in dims), tuple(b for _, b in dims)), ((), ()))
         chosen = lax.Precision.HIGHEST if self.precision == "highest" else None
         return lax.dot_general(left, right, numbers, chosen, preferred_element_type=jnp.float32)
 
     def logits(self, x: Any, w: Any, bias: Any) -> Any:
-        """[t, v] in float32, of x [t, d]."""
-        z = self.dot(x, w, (1, 1 if self.transposed else 0))
+        """[..., v] in float32, of x [..., d]."""
+        z = self.dot(x, w, (x.ndim - 1, 1 if self.transposed else 0))
         z = z * self.scale if self.scale != 1.0 else z
         z = z + bias.astype(jnp.float32) if self.bias else z
         return self.cap * jnp.tanh(z / self.cap) if self.cap is not None else z
+
+    def share(self, v: int) -> float:
+        """What a class has of the weight that all share, where w has v of them."""
+        return self.smoothing / (v * self.ways)
 
     def slope(self, z: Any) -> Any:
         """The derivative of the logits by x . w, from the logits; without the scale: that by the bias."""
@@ -64,7 +70,9 @@ class Form:
 def forward(
     form: Form, sizes: Sizes, interpret: Any, x: jax.Array, w: jax.Array, labels: jax.Array, bias: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """x[t,d], w, labels[t], bias[v] or None -> loss[t], lse[t] in float32. t is a multiple of sizes.t."""
+    """x[t,d], w, labels[t], bias[v] or None -> target[t], what the labels weigh of the logits, and lse[t], in
+    float32. t is a multiple of sizes.t; labels are from 0 to v - 1, or negative: of no class.
+    """
     (t, d), v = x.shape, w.shape[0 if form.transposed else 1]
     bt, bv = sizes.t, sizes.v
     column = pl.BlockSpec((bt, 1), lambda i, j: (i, 0))
@@ -72,7 +80,7 @@ def forward(
     if form.bias:
         specs.append(pl.BlockSpec((1, bv), lambda i, j: (0, j)))
     out = jax.ShapeDtypeStruct((t, 1), jnp.float32)
-    loss, lse = pl.pallas_call(
+    target, lse = pl.pallas_call(
         functools.partial(_forward, form, v),
         grid=(t // bt, pl.cdiv(v, bv)),
         in_specs=specs,
@@ -86,12 +94,12 @@ def forward(
         interpret=interpret,
         name="cross_entropy",
     )(x, w, labels[:, None], *([bias[None]] if form.bias else []))
-    return loss[:, 0], lse[:, 0]
+    return target[:, 0], lse[:, 0]
 
 
 def _forward(form: Form, v: int, x: Any, w: Any, labels: Any, *refs: Any) -> None:
     bias, refs = (refs[0], refs[1:]) if form.bias else (None, refs)
-    loss, lse, top, total, picked = refs[:5]
+    wanted, lse, top, total, picked = refs[:5]
     sums = refs[5] if form.smoothing else None
     j, bv = pl.program_id(1), w.shape[0 if form.transposed else 1]
 
@@ -126,9 +134,9 @@ def _forward(form: Form, v: int, x: Any, w: Any, labels: Any, *refs: Any) -> Non
         whole = highest + jnp.log(weight)
         target = (1.0 - form.smoothing) * jnp.sum(picked[...], axis=1, keepdims=True)
         if sums is not None:
-            target += form.smoothing / v * jnp.sum(sums[...], axis=1, keepdims=True)
+            target += form.share(v) * jnp.sum(sums[...], axis=1, keepdims=True)
         lse[...] = whole
-        loss[...] = whole - target
+        wanted[...] = target
 
 
 def backward(
@@ -226,7 +234,8 @@ def _backward(form: Form, counts: tuple[int, int, int, int], x: Any, w: Any, lab
         weights = w[...]
         column = lax.broadcasted_iota(jnp.int32, (1, bv), 1)
         z = form.logits(x[...], weights, None if bias is None else bias[...])
-        share = jnp.where(labels[...] - block * bv == column, 1.0 - form.smoothing, 0.0) + form.smoothing / v
+        share = jnp.where(labels[...] - block * bv == column, 1.0 - form.smoothing, 0.0)
+        share = share + form.share(v) if form.smoothing else share
         g = (jnp.exp(z - lse[...]) * dboth[...] - share * dloss[...]) * form.slope(z)
         if v % bv:
             g = jnp.where(column < v - block * bv, g, 0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 from xform.errors import PlanError
@@ -14,7 +15,8 @@ from xform.trace import Literal, Value, Var
 class Options:
     """chip: its name, by which block sizes go. interpret: there is none. shortest: see `Kernels`. blocks: in
     place of the table's. asked: the user names the operation, so that it is lowered where it only fits.
-    devices: of the mesh. library: whose kernel it is to be.
+    library: whose kernel it is to be.
+    tokens_over, vocab_over: over how many devices tokens lie, and the vocabulary. memory: bytes of one.
     """
 
     chip: str
@@ -22,8 +24,10 @@ class Options:
     shortest: int = 128
     blocks: Mapping[str, int] = dataclasses.field(default_factory=dict)
     asked: bool = False
-    devices: int = 1
     library: str = "jax"
+    tokens_over: int = 1
+    vocab_over: int = 1
+    memory: float = math.inf
 
 
 @dataclasses.dataclass(frozen=True)

@@ -133,7 +133,7 @@ def entropied(r: Raised, options: Options) -> list[Lowered]:
     m = r.meaning
     assert isinstance(m, CrossEntropy)
     checked(options, r.op, ())
-    t, d, v = _tokens(r), r.sizes["d"], r.sizes["v"]
+    v = r.sizes["v"]
     for held, why in (
         (m.logits_used, "its logits are used besides: they are needed whole"),
         (m.soft, "its labels are shares of the vocabulary"),
@@ -144,7 +144,6 @@ def entropied(r: Raised, options: Options) -> list[Lowered]:
             m.outside[0] == "other" or m.outside[1] in ("other", "wrap"),
             "what labels outside the vocabulary pick",
         ),
-        (options.devices > 1, "the gradient of its weights sums over tokens that lie on several devices"),
     ):
         if held:
             raise Decline(why)
@@ -153,22 +152,18 @@ def entropied(r: Raised, options: Options) -> list[Lowered]:
     eqns = [r.view.eqns[n] for n in r.numbers]
     dots = [v.aval.dtype for eqn in eqns if eqn.primitive.name == "dot_general" for v in eqn.invars]  # type: ignore[attr-defined]
     kind = jnp.result_type(m.x.atom.aval.dtype, *dots)  # type: ignore[attr-defined]
-    size = kind.itemsize
-    if not (options.asked or losses.pays(options.chip, t, d, v, size, "plain")):
-        raise Decline(
-            "whole logits take less time: the kernel computes them twice (kernels.only asks for it)"
-        )
+    why = _worth(r, options, kind.itemsize)
     assert m.out is not None and isinstance(m.out.atom, Var)
     out, made = m.out, m.out.atom
-    tokens = "".join(c for dim in m.x.dims for c in dim if c != "d")
+    tokens = tuple(c for dim in m.x.dims for c in dim if c != "d")
     turned = "".join(m.w.dims).index("v") < "".join(m.w.dims).index("d")
     form = losses.Form(cap=m.cap, scale=m.scale, smoothing=m.smoothing, transposed=turned)
     tensors = [m.x.atom, m.w.atom, m.labels.atom, *([] if m.bias is None else [m.bias])]
 
     def emit(values: Mapping[Var, Value]) -> Mapping[Var, Value]:
-        x = arranged(value(m.x, values), m.x.dims, (tokens, "d"), r.sizes).astype(kind)
+        x = arranged(value(m.x, values), m.x.dims, (*tokens, "d"), r.sizes).astype(kind)
         w = arranged(value(m.w, values), m.w.dims, ("v", "d") if turned else ("d", "v"), r.sizes)
-        labels = arranged(value(m.labels, values), m.labels.dims, (tokens,), r.sizes).astype(jnp.int32)
+        labels = arranged(value(m.labels, values), m.labels.dims, tokens, r.sizes).astype(jnp.int32)
         bias = None if m.bias is None else value(Tensor(m.bias, ("v",)), values)
         inside, wrong = _within(labels, v, m.outside)
         loss, lse = losses.cross_entropy(
@@ -176,15 +171,31 @@ def entropied(r: Raised, options: Options) -> list[Lowered]:
         )
         loss = loss + m.z_loss * lse**2 + m.offset if m.z_loss else loss + m.offset
         loss = jnp.where(wrong, jnp.nan, loss)
-        loss = back(-loss if m.negative else loss, (tokens,), out.dims, r.sizes)
+        loss = back(-loss if m.negative else loss, tokens, out.dims, r.sizes)
         return {made: loss.astype(made.aval.dtype)}  # type: ignore[attr-defined]
 
     takes = tuple(dict.fromkeys(a for a in tensors if isinstance(a, Var)))
-    return [Lowered(takes, (made,), emit, "head and loss in one")]
+    return [Lowered(takes, (made,), emit, why)]
 
 
-def _tokens(r: Raised) -> int:
-    return math.prod(n for c, n in r.sizes.items() if c not in "dv")
+def _worth(r: Raised, options: Options, size: int) -> str:
+    """What the kernel is better for than what the program does else, by what of it a device has. Declines
+    where it is for nothing, unless the user asks for it.
+    """
+    t = -(-math.prod(n for c, n in r.sizes.items() if c not in "dv") // options.tokens_over)
+    d, v = r.sizes["d"], r.sizes["v"]
+    v = v // options.vocab_over if v % options.vocab_over == 0 else v
+    if losses.pays(options.chip, t, d, v, size, "plain"):
+        return "head and loss in one, in less time than with whole logits"
+    logits = 2 * 4.0 * t * v
+    if logits > options.memory / 2:
+        return f"head and loss in one: whole logits and their gradient take {logits / 1e6:.0f} MB of a device"
+    if not options.asked:
+        raise Decline(
+            f"whole logits, {logits / 2e6:.0f} MB a device, take less time: the kernel computes them twice"
+            " (kernels.only asks for it)"
+        )
+    return "head and loss in one"
 
 
 def _within(labels: Value, v: int, outside: tuple[str, str]) -> tuple[Value, Value]:

@@ -31,7 +31,7 @@ from xform.batch.local import evaluate
 from xform.batch.states import Batch, Micro, Split, State
 from xform.context import Context
 from xform.errors import Decline, PlanError
-from xform.heads import Head, Refused, Region, find_head
+from xform.heads import CHUNKED, Head, Refused, Region, find_head
 from xform.higher_order import enter, equations, hoist, is_plain_jit
 from xform.movement import nbytes
 from xform.plans.rules import MAXTEXT_RULES
@@ -41,9 +41,6 @@ from xform.sharding.once import Loop
 from xform.slices import sliced_before
 from xform.tensors.runs import replaced
 from xform.trace import Jaxpr, JaxprEqn, Value, Var, inline, name_stack
-
-SCOPE = "chunked_loss"
-"""The name of the loop over the chunks."""
 
 BATCH_AXES = dict(MAXTEXT_RULES)["activation_batch"]
 """The mesh axes that the batch may lie on."""
@@ -161,7 +158,7 @@ class ChunkedLoss:
 
 
 def _is_ours(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name == "scan" and SCOPE in re.split(r"\W+", name_stack(eqn))
+    return eqn.primitive.name == "scan" and CHUNKED in re.split(r"\W+", name_stack(eqn))
 
 
 def _divisors(n: int) -> list[int]:
@@ -226,7 +223,7 @@ def _chunked(region: Region, part: Jaxpr) -> Callable[..., list[Value]]:
         def turn(_: None, x: tuple[Value, list[Value]]) -> tuple[None, list[Value]]:
             return None, jax.checkpoint(chunk, prevent_cse=False)(*x, list(same.values()))
 
-        with jax.named_scope(SCOPE):
+        with jax.named_scope(CHUNKED):
             _, ys = jax.lax.scan(turn, None, (jnp.arange(split.steps), list(own.values())))
         env = dict(same)
         evaluate(common, env, Micro(0, split))

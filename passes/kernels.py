@@ -13,10 +13,9 @@ explicit plan, or in a `shard_map` of its own over the axes that its operands li
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -25,10 +24,13 @@ from jax.sharding import PartitionSpec
 from xform.axes import Scope
 from xform.context import Context
 from xform.errors import Decline, PlanError
+from xform.heads import CHUNKED
 from xform.higher_order import equations
 from xform.kernels import lowering
 from xform.kernels.lowering import Options
-from xform.ops import apply, operation_of
+from xform.ops import Operation, apply, operation_of
+from xform.ops.operation import on_parts, sums_of, terms_of, told_of
+from xform.plans.rules import MAXTEXT_RULES
 from xform.raising.finding import find
 from xform.raising.placing import Claim, placed
 from xform.raising.sinking import sunk
@@ -39,7 +41,9 @@ from xform.roles import Roles
 from xform.roles.logical import logical_names
 from xform.sharding.layout import entry_axes
 from xform.topologies import kind_of
-from xform.trace import Jaxpr, Value, Var, shape_of
+from xform.trace import Jaxpr, Value, Var, name_stack, shape_of, source_line
+
+NOWHERE = PartitionSpec()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,10 +82,14 @@ class Kernels:
         found = find(inside)
         for near in found.declined:
             context.report.declined("kernels", near.what, near.why, near.line or near.where)
+        if not self.only or "cross_entropy" in self.only:
+            _tell_chunked(inside, context)
         claims = []
         for r in found.raised:
             if self.where and not re.search(self.where, f"{r.where} {r.line}"):
                 continue
+            if r.op == "cross_entropy" and _is_chunked(r.where):
+                continue  # which was said
             what = lowering.spelled(r)
             try:
                 if r.op not in lowering.LOWERINGS:
@@ -98,8 +106,10 @@ class Kernels:
                     self.shortest,
                     blocks,
                     bool(self.only),
-                    context.mesh.size,
-                    self.library.get(r.op, "jax"),
+                    library=self.library.get(r.op, "jax"),
+                    tokens_over=_ways(context, "activation_batch"),
+                    vocab_over=_ways(context, "vocab"),
+                    memory=kind.hbm if kind else math.inf,
                 )
                 made = lowering.LOWERINGS[r.op](r, options)
             except Decline as reason:
@@ -138,26 +148,36 @@ class Kernels:
             if op is None or _is_manual(site.eqn):
                 return None
             axes: dict[str, tuple[str, ...]] = {}
+            scattered: Sequence[PartitionSpec] = [PartitionSpec()] * len(op.results)
             if roles is not None:
-                axes = _axes(op, site, roles, roles.axes.scope(site.path), context)
-
-            def spec(dims: str) -> PartitionSpec:
-                return PartitionSpec(*(axes.get(c) or None for c in dims))
-
-            region: Any = jax.shard_map(
-                functools.partial(apply, op),
-                mesh=context.mesh,
-                in_specs=tuple(map(spec, op.operands)),
-                out_specs=list(map(spec, op.results)),
-                check_vma=False,
-            )
-            over = ", ".join(f"{c} over {','.join(a)}" for c, a in axes.items() if a)
-            context.report.did(
-                "kernels", f"{op.name} in a shard_map of its own", over or "whole on every device"
-            )
-            return list(region(*site.args))
+                scope = roles.axes.scope(site.path)
+                axes = _axes(op, site, roles, scope, context)
+                scattered = [
+                    _scattered(dims, var, terms_of(op, number, axes), axes, roles, scope, context)
+                    for number, (dims, var) in enumerate(zip(op.results, site.eqn.outvars, strict=True))
+                ]
+            return list(_region(op, axes, scattered, context)(*site.args))
 
         return rewrite(jaxpr, rule, context.report, "kernels")
+
+
+def _tell_chunked(jaxpr: Jaxpr, context: Context) -> None:
+    """Says of a loss that goes through chunks that it gets no kernel."""
+    for eqn in equations(jaxpr):
+        if eqn.primitive.name == "scan" and _is_chunked(name_stack(eqn)):
+            what = f"the head and its cross_entropy in {eqn.params['length']} chunks"
+            why = "chunkedloss has cut it up before; the kernel, for all tokens at once and with no logits in"
+            why += " memory, is for plans without chunkedloss"
+            context.report.declined("kernels", what, why, source_line(eqn))
+
+
+def _is_chunked(where: str) -> bool:
+    return CHUNKED in re.split(r"\W+", where)
+
+
+def _ways(context: Context, name: str) -> int:
+    """Over how many devices a dimension of this name lies by MaxText's rules."""
+    return math.prod(context.mesh.shape.get(axis, 1) for axis in dict(MAXTEXT_RULES)[name])
 
 
 def _stand_alone(jaxpr: Jaxpr) -> bool:
@@ -168,27 +188,94 @@ def _is_manual(eqn: Any) -> bool:
     return bool(getattr(eqn.ctx.cur_abstract_mesh, "manual_axes", ()))
 
 
+def _region(
+    op: Operation, axes: Mapping[str, tuple[str, ...]], scattered: Sequence[PartitionSpec], context: Context
+) -> Callable[..., Any]:
+    """The operation in a shard_map over the axes of its dimensions; what it gives as terms of a sum is added
+    up there, and where the sum is to lie over the axes of its terms, `scattered` says so.
+    """
+
+    def spec(dims: str, more: PartitionSpec = NOWHERE) -> PartitionSpec:
+        rest = [*more, *[None] * (len(dims) - len(more))]
+        return PartitionSpec(
+            *((*axes.get(c, ()), *entry_axes(e)) or None for c, e in zip(dims, rest, strict=True))
+        )
+
+    def run(*args: Value) -> list[Value]:
+        return [
+            _summed(x, terms_of(op, number, axes), scattered[number])
+            for number, x in enumerate(apply(on_parts(op, axes), *args))
+        ]
+
+    over = ", ".join(f"{c} over {','.join(a)}" for c, a in axes.items() if a)
+    context.report.did("kernels", f"{op.name} in a shard_map of its own", over or "whole on every device")
+    region: Callable[..., Any] = jax.shard_map(
+        run,
+        mesh=context.mesh,
+        in_specs=tuple(map(spec, op.operands)),
+        out_specs=[spec(dims, more) for dims, more in zip(op.results, scattered, strict=True)],
+        check_vma=False,
+    )
+    return region
+
+
+def _summed(x: Value, axes: Sequence[str], spec: PartitionSpec) -> Value:
+    """The sum over mesh axes of the terms that devices hold, scattered over those that `spec` names."""
+    parts = [(dim, a) for dim, entry in enumerate(spec) for a in entry_axes(entry)]
+    for dim, a in parts:
+        x = jax.lax.psum_scatter(x, a, scatter_dimension=dim, tiled=True)
+    rest = tuple(a for a in axes if a not in {a for _, a in parts})
+    return jax.lax.psum(x, rest) if rest else x
+
+
+def _scattered(
+    dims: str,
+    var: Any,
+    terms: Sequence[str],
+    axes: Mapping[str, tuple[str, ...]],
+    roles: Roles,
+    scope: Scope,
+    context: Context,
+) -> PartitionSpec:
+    """Of the axes that a result is terms over, those that its dimensions are to lie on, which are whole."""
+    entries: list[tuple[str, ...]] = []
+    wanted = _entries(roles, scope, var, context) if terms else [()] * len(dims)
+    for c, size, entry in zip(dims, shape_of(var), wanted, strict=True):
+        own = () if axes.get(c) or not set(entry) <= set(terms) else entry
+        entries.append(own if size % math.prod(context.mesh.shape[a] for a in own) == 0 else ())
+    return PartitionSpec(*(entry or None for entry in entries))
+
+
+def _entries(roles: Roles, scope: Scope, var: Var, context: Context) -> list[tuple[str, ...]]:
+    """The mesh axes that each dimension of a value is to lie on, by what it is."""
+    assert context.spec is not None
+    spec = context.spec(logical_names(roles, scope, var))
+    entries = [*spec, *[None] * (len(shape_of(var)) - len(spec))]
+    return [() if e is PartitionSpec.UNCONSTRAINED else entry_axes(e) for e in entries]
+
+
 def _axes(op: Any, site: Site, roles: Roles, scope: Scope, context: Context) -> dict[str, tuple[str, ...]]:
     """The mesh axes of the dimensions along which an operation may be cut, by the layouts of what it gives
     and takes.
     """
     found: dict[str, tuple[str, ...]] = {}
     taken: set[str] = set()
-    assert context.spec is not None
-    for dims, var in (
-        *zip(op.results, site.eqn.outvars, strict=True),
-        *zip(op.operands, site.eqn.invars, strict=True),
-    ):
-        if not isinstance(var, Var):
-            continue
-        spec = context.spec(logical_names(roles, scope, var))
-        for c, size, entry in zip(
-            dims, shape_of(var), [*spec, *[None] * (len(dims) - len(spec))], strict=True
-        ):
-            if c not in op.cut or c in found or entry is PartitionSpec.UNCONSTRAINED:
+    layouts = [
+        (c, size, entry)
+        for dims, var in (
+            *zip(op.results, site.eqn.outvars, strict=True),
+            *zip(op.operands, site.eqn.invars, strict=True),
+        )
+        if isinstance(var, Var)
+        for c, size, entry in zip(dims, shape_of(var), _entries(roles, scope, var, context), strict=True)
+    ]
+    # What an operation is told of it is made to be cut along: it comes before the dimensions of other values.
+    for letters in (told_of(op), op.cut + sums_of(op)):
+        for c, size, entry in layouts:
+            axes = tuple(a for a in entry if a not in taken)
+            if c not in letters or c in found or not axes:
                 continue
-            axes = tuple(a for a in entry_axes(entry) if a not in taken)
-            if axes and size % math.prod(context.mesh.shape[a] for a in axes) == 0:
+            if size % math.prod(context.mesh.shape[a] for a in axes) == 0:
                 found[c] = axes
                 taken |= set(axes)
     return found

@@ -1,5 +1,6 @@
 """Kernels: what becomes a kernel, on one device and on several, what does not and why; the same numbers."""
 
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -10,10 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from xform import Kernels, Plan, PlanError, Remat, Shard, check, parallelize, topologies
+from xform import ChunkedLoss, Kernels, Plan, PlanError, Remat, Shard, check, parallelize, topologies
+from xform.errors import Decline
 from xform.higher_order import equations
+from xform.kernels import lowering
 from xform.models import llama
 from xform.ops import operation_of
+from xform.raising.finding import find
+from xform.trace import typeof
 
 RNG = np.random.default_rng(0)
 B, T, H, N, D = 2, 7, 6, 3, 5
@@ -194,6 +199,39 @@ def test_a_plan_with_kernels_reads_and_writes_as_toml(tmp_path: Any) -> None:
     assert Plan.load(path).passes == plan.passes
 
 
+def entropy(x: Any, w: Any, labels: Any) -> Any:
+    picked = jnp.take_along_axis(jax.nn.log_softmax(x @ w), labels[..., None], -1)
+    return -jnp.mean(picked)
+
+
+LOSS = jnp.zeros((8, 512, 4096)), jnp.zeros((4096, 1280)), jnp.zeros((8, 512), jnp.int32)
+
+
+def loss_kernel(**options: Any) -> str:
+    """Why a loss of long vectors gets its kernel on v5e."""
+    (r,) = find(jax.make_jaxpr(entropy)(*map(typeof, LOSS)), "cross_entropy").raised
+    (made,) = lowering.LOWERINGS[r.op](r, lowering.Options("v5e", **options))
+    return made.why
+
+
+def test_a_loss_gets_its_kernel_where_whole_logits_take_more_time_or_memory_or_it_is_asked_for() -> None:
+    with pytest.raises(Decline, match=r"whole logits, 21 MB a device, take less time.*kernels.only asks"):
+        loss_kernel()
+    assert loss_kernel(asked=True) == "head and loss in one"
+    assert "42 MB of a device" in loss_kernel(memory=5e7)
+    with pytest.raises(Decline, match="whole logits, 1 MB a device"):
+        loss_kernel(memory=5e7, tokens_over=8, vocab_over=2)
+
+
+def test_a_loss_that_goes_through_chunks_gets_no_kernel_and_is_told_of() -> None:
+    args = jnp.ones((8, 16, 8)), jnp.ones((8, 96)), jnp.zeros((8, 16), jnp.int32)
+    passes = [ChunkedLoss(4), Kernels(only=["cross_entropy"], interpret=True)]
+    step = parallelize(jax.grad(entropy, (0, 1)), Plan({"data": 1}, passes), devices=jax.devices()[:1])
+    program = step.trace(*args)
+    assert not operations(program)
+    assert "cross_entropy in 4 chunks: chunkedloss has cut it up before" in reasons(program)
+
+
 # ---------------------------------------------------------------- on several devices, and with other passes
 
 
@@ -206,16 +244,23 @@ def test_a_model_agrees_on_a_mesh_of_data_fsdp_and_tensor(collectives: Any) -> N
     passes = [
         Shard(collectives=collectives),
         Remat("minimal_with_context"),
-        Kernels(interpret=True, shortest=1),
+        Kernels(only=["attention", "cross_entropy"], interpret=True, shortest=1),
     ]
     plan = Plan({"data": 2, "fsdp": 2, "tensor": 2}, passes)
     assert check(fn, args, plan, steps=1).ok
     program = parallelize(fn, plan).trace(*args)
-    assert operations(program) == {"attention": 1, "attention_backward": 1}
-    shapes = {e.invars[0].aval.shape for e in equations(program.jaxpr) if operation_of(e) is not None}
-    assert shapes == {(2, 2, 3, 64, 16)}  # rows of two of four parts, key heads of one of two
+    names = ("attention", "attention_backward", "cross_entropy", "cross_entropy_gradient")
+    assert operations(program) == dict.fromkeys(names, 1)
+    shapes = {
+        op.name.partition("_")[0]: [v.aval.shape for v in e.invars[:2]]
+        for e in equations(program.jaxpr)
+        if (op := operation_of(e)) is not None
+    }
+    # Rows of two of four parts; key heads, and the vocabulary, of one of two.
+    assert shapes == {"attention": [(2, 2, 3, 64, 16), (2, 2, 64, 16)], "cross": [(2, 64, 96), (96, 160)]}
     if collectives == "auto":
         assert "attention in a shard_map of its own: b over data,fsdp, n over tensor" in str(program.report)
+        assert "gradient in a shard_map of its own: v over tensor, t over data,fsdp" in str(program.report)
 
 
 @pytest.mark.parametrize(("policy", "runs"), [("full", 2), ("minimal", 2), ("minimal_with_context", 1)])
@@ -242,7 +287,29 @@ def test_on_a_tpu_the_compiled_step_has_the_kernels_and_no_scores(collectives: A
     )
     lowered = step.lower(*args)
     result = aot.compile_lowered(lowered.lowered, topology=topology, mesh=step.mesh)
-    assert sum(kernel.count for kernel in result.costs.kernels.values()) == 2 * 3
+    assert sum(kernel.count for kernel in result.costs.kernels.values()) == 2 * 3 + 2  # layers, and the loss
     assert "512,512]" not in lowered.as_text().replace(" ", "")
     result.check_promises(lowered.program.laid_out, lowered.program.report)
     assert "by a kernel" in str(lowered.program.report)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("collectives", ["explicit", "auto"])
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_on_a_tpu_the_compiled_step_has_no_logits(tensor: int, collectives: Any) -> None:
+    """Slow: compiles for a TPU."""
+    from xform import aot
+
+    topologies.prepare_environment()
+    topology = topologies.parse("v5e-4")
+    size = llama.Config(1280, 2, 256, 4, 2, 128, 512, remat=False)
+    fn, args = llama.train_step(size=size, batch=8, length=384)
+    passes = [Shard(collectives=collectives), Kernels(only=["cross_entropy"])]
+    plan = Plan({"fsdp": 4 // tensor, "tensor": tensor}, passes)
+    step = parallelize(fn, plan, devices=topology.devices(), donate_argnums=0)
+    result = aot.compile_lowered(step.lower(*args).lowered, topology=topology, mesh=step.mesh)
+    assert sum(kernel.count for kernel in result.costs.kernels.values()) == 2
+    shapes = [set(map(int, dims.split(","))) for dims in re.findall(r"\[([\d,]+)\]", result.hlo_text)]
+    vocab, tokens = {1280, 1280 // tensor}, {384, 8 * 384, 8 * 384 * tensor // 4}
+    assert any(shape & vocab for shape in shapes)
+    assert not [shape for shape in shapes if shape & vocab and shape & tokens]

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, PartitionSpec
 
 from tests.kernels_suite import SLICES, Case, agree, agree_under_vmap, close, compiled
+from xform import Kernels, Plan, Shard, parallelize
 from xform.errors import PlanError
+from xform.higher_order import equations
 from xform.kernels import cross_entropy_kernels as kernels
 from xform.kernels.cross_entropy import (
     LSE,
@@ -27,6 +31,7 @@ from xform.kernels.cross_entropy import (
 )
 from xform.kernels.cross_entropy_blocks import CHIPS, Blocks, Sizes, sizes_of
 from xform.ops import apply, operation_of
+from xform.ops.operation import on_parts, terms_of
 from xform.trace import JaxprEqn
 
 FORMS = {
@@ -65,14 +70,27 @@ def forward(form: str, t: int, d: int, v: int, dtype: str = "float32") -> Case:
 
 
 def backward(form: str, t: int, d: int, v: int, dtype: str = "float32", chip: str = "v5e") -> Case:
-    op = CrossEntropyGradient(FORMS[form], chip, SMALL, True, dtype)
+    op = CrossEntropyGradient(FORMS[form], chip, SMALL, True, dtype=dtype)
     args = operands(op.form, t, d, v, dtype)
     lse = CrossEntropy(op.form).plain(*args)[1]
     return Case(f"backward-{form}-{dtype}-{t}-{v}-{chip}", op, (*args, lse, *douts(t)), TOLERANCE[dtype])
 
 
+def shaped(each: Case, *sizes: int) -> Case:
+    """The case with tokens of two dimensions."""
+    op: Any = each.op
+    args = (
+        x.reshape(*sizes, *x.shape[1:]) if dims[0] == "t" else x
+        for x, dims in zip(each.args, op.operands, strict=True)
+    )
+    return dataclasses.replace(
+        each, name=f"{each.name}-shaped", op=dataclasses.replace(op, tokens="ts"), args=tuple(args)
+    )
+
+
 CASES = [make(form, 19, 5, 300) for make in (forward, backward) for form in FORMS]
 CASES += [make("bare", 7, 3, 5) for make in (forward, backward)]
+CASES += [shaped(make("tied", 12, 3, 140), 3, 4) for make in (forward, backward)]
 CASES += [make("all", 16, 8, 256, "bfloat16") for make in (forward, backward)]
 CASES += [backward("all", 130, 5, 300, chip="v5p"), backward("bare", 300, 3, 140)]
 
@@ -88,22 +106,44 @@ def test_operands_may_be_mapped(make: Any) -> None:
 
 
 @pytest.mark.parametrize("make", [forward, backward])
-def test_tokens_may_lie_over_devices_and_gradients_of_weights_are_then_terms_of_a_sum(make: Any) -> None:
-    case = make("all", 14, 3, 140)
+@pytest.mark.parametrize("cut", ["t", "v", "tv"])
+def test_tokens_and_vocabulary_may_lie_over_devices(make: Any, cut: str) -> None:
+    case = make("all", 14, 3, 280)
     op: Any = case.op
-    assert "t" in op.cut + getattr(op, "sums", "")
-    mesh = Mesh(np.array(jax.devices()[:2]), ("t",))
+    mesh = Mesh(np.array(jax.devices()[: 2 ** len(cut)]).reshape((2,) * len(cut)), tuple(cut))
+    axes = {c: (c,) for c in cut}
 
     def specs(arrays: Any) -> Any:
-        return tuple(PartitionSpec(*(c if c == "t" else None for c in dims)) for dims in arrays)
+        return tuple(PartitionSpec(*(c if c in cut else None for c in dims)) for dims in arrays)
 
     def part(*args: Any) -> Any:
-        outs = zip(apply(op, *args), op.results, strict=True)
-        return tuple(x if "t" in dims else jax.lax.psum(x, "t") for x, dims in outs)
+        outs = enumerate(apply(on_parts(op, axes), *args))
+        return tuple(jax.lax.psum(x, terms) if (terms := terms_of(op, n, axes)) else x for n, x in outs)
 
     laid = {"in_specs": specs(op.operands), "out_specs": specs(op.results)}
-    cut: Any = jax.shard_map(part, mesh=mesh, check_vma=False, **laid)
-    close(jax.jit(cut)(*case.args), jax.jit(op.plain)(*case.args), case.tolerance)
+    region: Any = jax.shard_map(part, mesh=mesh, check_vma=False, **laid)
+    close(jax.jit(region)(*case.args), jax.jit(op.plain)(*case.args), case.tolerance)
+
+
+def test_tokens_may_have_several_dimensions_or_none() -> None:
+    x, w, labels = operands(Form(), 12, 3, 140)
+    loss = functools.partial(cross_entropy, Form())
+    want, back = jax.vjp(lambda x, w: loss(x, w, labels)[0], x, w)
+    shaped = labels.reshape(2, 2, 3)
+    got, ours = jax.vjp(lambda x, w: loss(x, w, shaped)[0], x.reshape(2, 2, 3, 3), w)
+    close([got.reshape(12)], [want], 1e-6)
+    (dx, dw), (wx, ww) = ours(jnp.ones((2, 2, 3))), back(jnp.ones(12))
+    close([dx.reshape(12, 3), dw], [wx, ww], 1e-6)
+    close([loss(x[1], w, labels[1])[0]], [want[1]], 1e-6)
+
+
+@pytest.mark.parametrize("label", [-100, -1, 140, 200, 1000])
+def test_a_label_of_no_class_picks_nothing(label: int) -> None:
+    x, w, labels = operands(Form(), 7, 3, 140)
+    op = CrossEntropy(Form(), blocks=SMALL, interpret=True)
+    for run in (op.kernel, op.plain):
+        loss, lse = run(x, w, jnp.full_like(labels, label))
+        np.testing.assert_array_equal(loss, lse)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -234,3 +274,71 @@ def test_mosaic_compiles_forward_and_backward(chip: str) -> None:
 
         _, count = compiled(chip, both, operands(FORMS[form], t, d, v, dtype), PartitionSpec())
         assert count == 2
+
+
+# ---------------------------------------------------------------- in a step on several devices
+
+
+def step(params: Any, batch: Any) -> Any:
+    """Loss and gradients of a small language model; labels of -100 are padding, and tokens have weights."""
+
+    def loss(params: Any) -> Any:
+        x = params["table"][batch["tokens"]]
+        x = x + jnp.tanh(x @ params["up"]) @ params["down"]
+        logits = (x @ params["head"]).astype(jnp.float32)
+        padding = batch["labels"] == -100
+        losses = optax.softmax_cross_entropy_with_integer_labels(
+            logits, jnp.where(padding, 0, batch["labels"])
+        )
+        weights = jnp.where(padding, 0.0, batch["weights"])
+        return jnp.sum(losses * weights) / jnp.sum(weights)
+
+    return jax.value_and_grad(loss)(params)
+
+
+def arguments() -> Any:
+    random = np.random.RandomState(0)
+    sizes = {"table": (256, 8), "up": (8, 24), "down": (24, 8), "head": (8, 256)}
+    params = {name: random.randn(*shape).astype(np.float32) for name, shape in sizes.items()}
+    tokens = random.randint(0, 256, (16, 33))
+    labels = np.where(random.rand(16, 32) < 0.2, -100, tokens[:, 1:])
+    labels[0] = -100  # a text of padding alone
+    return params, {"tokens": tokens[:, :-1], "labels": labels, "weights": random.rand(16, 32)}
+
+
+def test_terms_of_a_gradient_come_in_the_dtype_they_are_summed_in() -> None:
+    params, batch = arguments()
+    params = {name: x.astype(jnp.bfloat16) for name, x in params.items()}
+    passes = [
+        Shard(collectives="explicit", gradient_dtype="float32"),
+        Kernels(only=["cross_entropy"], interpret=True),
+    ]
+    program = parallelize(step, Plan({"fsdp": 8}, passes)).trace(params, batch)
+    eqns = [eqn for eqn in equations(program.jaxpr) if operation_of(eqn) is not None]
+    assert [str(v.aval.dtype) for v in eqns[-1].outvars] == ["bfloat16", "float32"]
+    assert program.jaxpr.outvars[2].aval.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("collectives", ["explicit", "auto"])
+@pytest.mark.parametrize(
+    ("mesh", "tokens", "vocab"),
+    [({"fsdp": 8}, 8, 1), ({"data": 2, "fsdp": 4}, 8, 1), ({"fsdp": 4, "tensor": 2}, 4, 2)],
+    ids=str,
+)
+def test_a_step_on_several_devices_agrees_with_one(
+    mesh: dict[str, int], tokens: int, vocab: int, collectives: Any
+) -> None:
+    args = arguments()
+    plan = Plan(mesh, [Shard(collectives=collectives), Kernels(only=["cross_entropy"], interpret=True)])
+    run = parallelize(step, plan)
+    program = run.trace(*args)
+    found = {op.name: eqn for eqn in equations(program.jaxpr) if (op := operation_of(eqn)) is not None}
+    assert sorted(found) == ["cross_entropy", "cross_entropy_gradient"]
+    for eqn in found.values():
+        shapes = [v.aval.shape for v in eqn.invars]
+        assert shapes[:3] == [(16 // tokens, 32, 8), (8, 256 // vocab), (16 // tokens, 32)]
+    scattered = [e for e in equations(program.jaxpr) if e.primitive.name == "reduce_scatter"]
+    assert (8 // mesh["fsdp"], 256 // vocab) in [e.outvars[0].aval.shape for e in scattered]
+    want, got = jax.jit(step)(*args), run(*args)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-6 * float(np.abs(b).max()), rtol=2e-5)

@@ -39,6 +39,25 @@ class Scaled:
         return [self.by * x @ w + 100]
 
 
+@dataclasses.dataclass(frozen=True)
+class Contracted:
+    """x [b, i] and y [b, o] contracted over b, and the root of x."""
+
+    interpret: bool = False
+
+    name = "contracted"
+    operands = ("bi", "bo")
+    results = ("io", "bi")
+    cut = "io"
+    sums = "b"
+
+    def plain(self, x: Any, y: Any) -> Sequence[Any]:
+        return [x.T @ y, jnp.sqrt(jnp.abs(x))]
+
+    def kernel(self, x: Any, y: Any) -> Sequence[Any]:
+        return self.plain(x, y)
+
+
 def names(jaxpr: Any) -> list[str]:
     return [eqn.primitive.name for eqn in jaxpr.eqns]
 
@@ -73,7 +92,7 @@ def test_vmap_gives_it_a_dimension_more() -> None:
     (eqn,) = [e for e in jaxpr.eqns if e.primitive.name == "operation"]
     op = operation_of(eqn)
     assert isinstance(op, Mapped)
-    assert (op.operands, op.results, op.cut) == (("Abi", "io"), ("Abo",), "Abo")
+    assert (op.operands, op.results, op.cut, op.sums) == (("Abi", "io"), ("Abo",), "Abo", "")
     got = jax.vmap(lambda x: apply(Scaled(), x, W)[0], 0, 1)(xs)
     np.testing.assert_allclose(got, np.moveaxis(2 * xs @ W, 0, 1), rtol=1e-6)
 
@@ -131,6 +150,47 @@ def test_accumulate_makes_it_anew_for_the_rows_of_a_microbatch() -> None:
     assert set(operands_of(run.trace(w, x))) == {(4, 3)}
     for a, b in zip(run(w, x), step(w, x), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+@jax.custom_vjp
+def product(x: Any, w: Any) -> Any:
+    return x @ w
+
+
+product.defvjp(
+    lambda x, w: (x @ w, (x, w)),
+    lambda kept, ct: (ct @ kept[1].T, apply(Contracted(), kept[0], ct)[0]),
+)
+
+
+@pytest.mark.parametrize("collectives", ["explicit", "auto"])
+def test_what_it_sums_over_rows_is_summed_over_devices(collectives: Any) -> None:
+    def step(w: Any, x: Any) -> Any:
+        loss, gradient = jax.value_and_grad(lambda w: jnp.mean(jnp.sin(product(x, w)) ** 2))(w)
+        return w - 0.1 * gradient, loss
+
+    x, w = np.linspace(0, 1, 512 * 8, dtype=np.float32).reshape(512, 8), np.ones((8, 16), np.float32)
+    run = parallelize(step, Plan({"data": 2, "fsdp": 4}, [Shard(collectives=collectives), Kernels()]))
+    program = run.trace(w, x)
+    assert set(operands_of(program)) == {(64, 8)}
+    assert (8, 16) in {
+        e.outvars[0].aval.shape for e in equations(program.jaxpr) if e.primitive.name == "psum"
+    }
+    for a, b in zip(run(w, x), step(w, x), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+def test_accumulate_adds_up_what_it_sums_over_rows() -> None:
+    def loss(w: Any, x: Any) -> Any:
+        total, root = apply(Contracted(), x @ w, x)
+        return jnp.sum(jnp.sin(total)) + jnp.mean(root)
+
+    x, w = np.linspace(1, 2, 48, dtype=np.float32).reshape(16, 3), W
+    run = parallelize(jax.value_and_grad(loss), Plan({"data": 1}, [Accumulate(4)]), devices=jax.devices()[:1])
+    shapes = {e.outvars[0].aval.shape for e in equations(run.trace(w, x).jaxpr)}
+    assert (4, 7) in shapes and (16, 7) not in shapes
+    for a, b in zip(run(w, x), jax.value_and_grad(loss)(w, x), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-4)
 
 
 def test_the_plain_form_of_parts_is_traced_for_their_sizes() -> None:

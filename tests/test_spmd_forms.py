@@ -7,7 +7,7 @@ own way: dimensions over one axis or two, in pieces, or as the terms of a sum. S
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -308,6 +308,32 @@ class Mixing:
         raise AssertionError("the plain form runs where there is no TPU")
 
 
+@dataclasses.dataclass(frozen=True)
+class Adding:
+    """An operation that adds up over t and over v where a result lacks them; it is told which v it has."""
+
+    interpret: bool = False
+    axes: tuple[str, ...] = ()
+
+    name = "adding"
+    operands = ("ti", "iv")
+    results = ("ti", "iv", "t", "tv")
+    cut = ""
+    sums = "tv"
+    told = "v"
+
+    def over(self, axes: Mapping[str, tuple[str, ...]]) -> "Adding":
+        return dataclasses.replace(self, axes=axes["v"])
+
+    def plain(self, x: Any, w: Any) -> Sequence[Any]:
+        first = lax.axis_index(self.axes) * w.shape[1] if self.axes else 0
+        y = jnp.cumsum(x, axis=1) @ w + first + jnp.arange(w.shape[1])
+        return [y @ w.T, x.T @ y, jnp.sum(y, 1), y]
+
+    def kernel(self, x: Any, w: Any) -> Sequence[Any]:
+        raise AssertionError("the plain form runs where there is no TPU")
+
+
 CASES: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
     "argmax": (lambda x: [jnp.argmax(x, 0), jnp.argmax(x, 1), jnp.argmax(x > 0, 0)], (whole(16, 8),)),
     "argmin": (lambda x: [jnp.argmin(x, 0), jnp.argmin(x, 1)], (whole(16, 8),)),
@@ -355,6 +381,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
         (real(16, 8),),
     ),
     "operation": (lambda x, w: tuple(apply(Mixing(), x, w)), (real(8, 8), real(8, 16))),
+    "operation sums": (lambda x, w: tuple(apply(Adding(), x, w)), (real(8, 8), real(8, 16))),
     "dot_general": (
         lambda x, y: [
             jnp.einsum("bij,bjk->bik", x, y),
@@ -605,6 +632,20 @@ def test_rows_in_groups_stay_where_they_are_and_only_sums_of_weights_travel() ->
     rows = on_a_device(f, real(16, 8), PartitionSpec("b"))
     assert not any(eqn.primitive.name == "all_gather" for eqn in rows)
     assert [shape_of(eqn.outvars[0]) for eqn in rows if eqn.primitive.name == "psum"] == [w.shape]
+
+
+def test_an_operation_sums_on_parts_and_only_terms_travel() -> None:
+    x, w = real(256, 4), real(4, 64)
+    program, report = alone(lambda x, w: apply(Adding(), x, w)[:3], (x, w)), Report()
+    made = explicit(program, the_mesh(), [PartitionSpec("a"), PartitionSpec(None, "b")], report)
+    inside = list(equations(made))
+    (eqn,) = [eqn for eqn in inside if eqn.primitive.name == "operation"]
+    assert [shape_of(v) for v in eqn.invars] == [(128, 4), (4, 16)]
+    assert eqn.params["op"] == Adding(axes=("b",))
+    sums = [(eqn.params["axes"], shape_of(eqn.outvars[0])) for eqn in inside if eqn.primitive.name == "psum"]
+    assert sums == [(("b",), (128, 4)), (("a",), (4, 16)), (("b",), (128,))]
+    for got, want in zip(eval_jaxpr(made, x, w), Adding().plain(x, w)[:3], strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-4)
 
 
 def test_blocks_of_a_split_go_where_they_belong() -> None:

@@ -21,6 +21,9 @@ from xform.movement import moves
 from xform.roles import Roles
 from xform.trace import JaxprEqn, Var, shape_of, source_line
 
+CHUNKED = "chunked_loss"
+"""The name of a loop in which tokens go through the head and the loss in chunks."""
+
 
 class Refused(Decline):
     """With the user's line."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from xform.batch.states import SAME, SUM, Case, Mixes, Outcome, State, rows, rowwise
 from xform.ops import apply, operation_of
+from xform.ops.operation import sums_of, told_of
 
 
 def dot_general(case: Case) -> Outcome:
@@ -42,8 +43,8 @@ def _bilinear(left: State, right: State) -> State:
 
 
 def operation(case: Case) -> Outcome:
-    """A high-level operation treats rows along some of its dimensions each alone; it is made anew for
-    fewer.
+    """A high-level operation treats rows along some of its dimensions each alone, or sums over them; it is
+    made anew for fewer.
     """
     op = operation_of(case.eqn)
     assert op is not None
@@ -53,11 +54,12 @@ def operation(case: Case) -> Outcome:
     if not at:
         return case.everywhere(SAME)
     letter, inner = next(iter(at))
-    if len(at) > 1 or letter not in op.cut:
+    if len(at) > 1 or letter not in op.cut + sums_of(op) or letter in told_of(op):
         raise Mixes(f"rows of the batch meet in {op.name}")
     if any(letter in dims and not s.is_rows for dims, s in zip(op.operands, case.states, strict=True)):
         raise Mixes("rows meet what is not known to be rows of the same batch")
-    outs = tuple(rows(dims.index(letter), inner) if letter in dims else SAME for dims in op.results)
+    lacking = SUM if letter in sums_of(op) else SAME
+    outs = tuple(rows(dims.index(letter), inner) if letter in dims else lacking for dims in op.results)
     return Outcome(outs, lambda args, micro: apply(op, *args))
 
 

@@ -13,7 +13,7 @@ over devices, each element being treated alone.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -41,6 +41,11 @@ class Operation(Protocol):
     name: "attention". operands, results: for each array its dimensions, a letter each: ("bntd", "bnsd").
     cut: the letters along which each element is treated alone. interpret: off TPU, run the kernel in the
     interpreter. `plain` and `kernel` compute the same, for any sizes that agree with the letters.
+
+    It may have, besides: `sums`, letters that may be cut too, where results that lack one are terms of a sum
+    over the parts (`sums_of`). `told`, letters of both whose mesh axes it is told by `over(axes)`, which
+    gives the operation on a part (`on_parts`); such parts are blocks, and it may use collectives over them.
+    `wider(dtype)`: the operation that gives its terms of a weight's gradient in a wider dtype.
     """
 
     @property
@@ -94,8 +99,19 @@ class Mapped:
         return self.letter + str(self.op.cut)
 
     @property
+    def sums(self) -> str:
+        return sums_of(self.op)
+
+    @property
+    def told(self) -> str:
+        return told_of(self.op)
+
+    @property
     def interpret(self) -> bool:
         return bool(self.op.interpret)
+
+    def over(self, axes: Mapping[str, tuple[str, ...]]) -> Mapped:
+        return Mapped(on_parts(self.op, axes), self.mapped)
 
     def plain(self, *args: Value) -> Sequence[Value]:
         return self._each(self.op.plain, args)
@@ -131,6 +147,37 @@ def operation_of(eqn: JaxprEqn) -> Operation | None:
     """The operation that an equation is; None where it is something else."""
     op: Operation | None = eqn.params["op"] if eqn.primitive.name == NAME else None
     return op
+
+
+# ---------------------------------------------------------------- on parts
+
+
+def sums_of(op: Operation) -> str:
+    """The letters that an operation contracts and that may be cut: results that lack one are terms then."""
+    return str(getattr(op, "sums", ""))
+
+
+def told_of(op: Operation) -> str:
+    """The letters whose mesh axes an operation wants to know."""
+    return str(getattr(op, "told", ""))
+
+
+def on_parts(op: Operation, axes: Mapping[str, tuple[str, ...]]) -> Operation:
+    """The operation as a device runs it, its dimensions lying over these mesh axes of a manual region."""
+    own = {c: tuple(axes.get(c, ())) for c in told_of(op)}
+    made: Operation = op.over(own) if any(own.values()) else op  # type: ignore[attr-defined]
+    return made
+
+
+def terms_of(op: Operation, number: int, axes: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """The mesh axes over which a result is the terms of a sum, where the dimensions lie over `axes`."""
+    return tuple(a for c in sums_of(op) if c not in op.results[number] for a in axes.get(c, ()))
+
+
+def widened(op: Operation, dtype: str) -> Operation:
+    """The operation with its terms of a weight's gradient in a dtype that is wider, where it can."""
+    made: Operation = op.wider(dtype) if hasattr(op, "wider") else op
+    return made
 
 
 # ---------------------------------------------------------------- the primitive

@@ -60,8 +60,8 @@ class Choice:
     def best(self, case: Case) -> Assignment:
         """The cheapest assignment; of equals the first, in the order of the operands."""
         form = case.form
-        shape = (form.operands, form.results, form.sizes, form.kinds, form.local is None)
-        key = (*shape, case.operands, case.itemsizes, case.wishes, case.partial, case.waits)
+        shape = (form.operands, form.results, form.sizes, form.kinds, form.local is None, form.blocks)
+        key = (*shape, form.flops, case.operands, case.itemsizes, case.wishes, case.partial, case.waits)
         found = self._best.get(key)
         if found is None:
             candidates = self._candidates(case)
@@ -77,6 +77,12 @@ class Choice:
         return tuple(
             a for k, dim in zip(form.kinds, chosen, strict=True) if k == kind for p in dim for a in p.axes
         )
+
+    def summed(self, form: Form, chosen: Assignment, number: int) -> tuple[str, ...]:
+        """The axes over which a result is terms of a sum: those of summed factors that it lacks."""
+        own = {f for factors in form.results[number] for f in factors}
+        lacking = (dim for f, dim in enumerate(chosen) if form.kinds[f] == "sum" and f not in own)
+        return tuple(a for dim in lacking for p in dim for a in p.axes)
 
     def laid(self, factors: Sequence[Sequence[int]], chosen: Assignment) -> Laid:
         """The layout of an operand or result with these factors."""
@@ -125,6 +131,8 @@ class Choice:
                 if form.kinds[f] == "whole" or any(p.axes for p in chosen[f]):
                     continue
                 kept = tuple(Piece(p.size, tuple(a for a in p.axes if a not in used)) for p in dim)
+                if f in form.blocks:
+                    kept = (kept[0], *(Piece(p.size) for p in kept[1:]))
                 if any(p.axes for p in kept):
                     chosen[f] = kept
                     used.update(a for p in kept for a in p.axes)
@@ -175,7 +183,7 @@ class Choice:
             for f, dim in self._factored(form, factors, operand.laids[0]):
                 axes = {a for p in dim for a in p.axes if a in self.batch}
                 stays = axes <= {a for p in chosen[f] for a in p.axes}
-                if f in kept and form.kinds[f] == "map" and not stays:
+                if f in kept and form.kinds[f] != "whole" and not stays:
                     shapes = (self.grid.local(self.laid(fs, chosen)) for fs in form.results)
                     return float(sum(math.prod(s) * n for s, n in zip(shapes, case.itemsizes, strict=True)))
         return 0.0
@@ -190,15 +198,17 @@ class Choice:
                 if case.partial:
                     want = Laid(want.dims, case.partial)
                 total += operand.itemsize * min(route(laid, want).sent for laid in operand.laids)
-        summed = self.over(form, chosen, "sum")
-        for factors, size, wish in zip(form.results, case.itemsizes, case.wishes, strict=True):
-            laid = self.laid(factors, chosen)
+        results = zip(form.results, case.itemsizes, case.wishes, strict=True)
+        for number, (factors, size, wish) in enumerate(results):
+            laid, summed = self.laid(factors, chosen), self.summed(form, chosen, number)
             work += math.prod(self.grid.local(laid)) * size * MEMORY_A_BYTE
             given = Laid(laid.dims, tuple(dict.fromkeys((*case.partial, *summed))))
             if summed or (wish is not None and given.dims):
                 want = given.summed() if wish is None else wish.granted(given)
                 later = tuple(a for a in given.partial if a in case.waits and a not in want.axes)
                 total += size * route(given, Laid(want.dims, later)).sent
+        ways = self.grid.ways([a for dim in chosen for p in dim for a in p.axes])
+        work += form.flops / ways / FLOPS_A_BYTE
         if form.local is None and "sum" in form.kinds and len(form.operands) == 2:  # a product
             parts = (math.prod(p.size // self.grid.ways(p.axes) for p in dim) for dim in chosen)
             work += 2.0 * math.prod(parts) / FLOPS_A_BYTE

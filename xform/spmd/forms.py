@@ -16,7 +16,8 @@ from typing import Any, Literal
 
 import jax.numpy as jnp
 
-from xform.ops.operation import body, operation_of
+from xform.flops import product_flops
+from xform.ops.operation import body, on_parts, operation_of, sums_of, told_of
 from xform.trace import JaxprEqn, ShapedArray, shape_of
 
 Kind = Literal["map", "sum", "max", "min", "whole"]
@@ -28,7 +29,10 @@ Factors = tuple[tuple[int, ...], ...]
 class Form:
     """operands, results: the factors of each one's dimensions. sizes, kinds: of each factor.
 
-    local: the equation's parameters for operands and results of other shapes (those on one device).
+    A factor that is summed is treated alone in those results that have it; the others are terms of the sum.
+    local: the equation's parameters for operands and results of other shapes (those on one device). told: the
+    parameters where the factors lie over these mesh axes. blocks: factors that lie in blocks alone. flops: of
+    the whole, where that is more than `kinds` say.
     """
 
     operands: tuple[Factors, ...]
@@ -38,6 +42,9 @@ class Form:
     local: Callable[[dict[str, Any], list[tuple[int, ...]], list[tuple[int, ...]]], dict[str, Any]] | None = (
         None
     )
+    told: Callable[[dict[str, Any], list[tuple[str, ...]]], dict[str, Any]] | None = None
+    blocks: frozenset[int] = frozenset()
+    flops: float = 0.0
 
 
 class Draft:
@@ -480,24 +487,31 @@ FACTORISATIONS = _words(
 
 
 def operation(eqn: JaxprEqn) -> Form:
-    """A high-level operation says itself along which dimensions each element is treated alone."""
+    """A high-level operation says itself along which dimensions each element is treated alone, and over which
+    it sums.
+    """
     op, d = operation_of(eqn), Draft(eqn)
     assert op is not None
+    factors: dict[str, int] = {}
     for letter in dict.fromkeys("".join((*op.operands, *op.results))):
         ins = {n: dims.index(letter) for n, dims in enumerate(op.operands) if letter in dims}
         outs = {n: dims.index(letter) for n, dims in enumerate(op.results) if letter in dims}
-        d.tie(ins, outs, "map" if letter in op.cut else "whole")
+        kind: Kind = "map" if letter in op.cut else "sum" if letter in sums_of(op) else "whole"
+        factors[letter] = d.tie(ins, outs, kind)
+
+    def told(params: dict[str, Any], axes: list[tuple[str, ...]]) -> dict[str, Any]:
+        return {**params, "op": on_parts(op, {letter: axes[f] for letter, f in factors.items()})}
 
     def local(
         params: dict[str, Any], ins: list[tuple[int, ...]], outs: list[tuple[int, ...]]
     ) -> dict[str, Any]:
         avals: Any = [v.aval for v in eqn.invars]
-        return {
-            **params,
-            "jaxpr": body(op, [ShapedArray(s, a.dtype) for s, a in zip(ins, avals, strict=True)]),
-        }
+        parts = [ShapedArray(s, a.dtype) for s, a in zip(ins, avals, strict=True)]
+        return {**params, "jaxpr": body(params["op"], parts)}
 
-    return d.form(local)
+    blocks = frozenset(factors[letter] for letter in told_of(op))
+    flops = product_flops(eqn.params["jaxpr"])
+    return dataclasses.replace(d.form(local), told=told, blocks=blocks, flops=flops)
 
 
 FORMS: dict[str, Rule] = {

@@ -189,7 +189,7 @@ def _lowered(walk: Walk, eqn: JaxprEqn, form: Form, vals: list[Val], local: Loca
     chosen = walk.choice.best(walk.case(eqn, form, vals, walk.current_wishes))
     x, laid = _emitted(walk, form, vals, local, chosen)
     out = walk.held(x, eqn.outvars[0].aval, laid)
-    out.gradient = walk.is_gradient(vals, laid.partial)
+    out.gradient = walk.is_gradient(form, vals, 0, laid.partial)
     return [out]
 
 

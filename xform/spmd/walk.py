@@ -15,13 +15,15 @@ there.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from xform.higher_order import enter
+from xform.ops import NAME as OPERATION
+from xform.ops.operation import body, widened
 from xform.report import Report, amount
 from xform.rewrite import Site, rewrite
 from xform.spmd.choice import Assignment, Case, Choice, Operand
@@ -44,6 +46,7 @@ from xform.trace import (
     in_trace,
     name_stack,
     source_line,
+    typeof,
 )
 
 MOVES = frozenset(
@@ -455,27 +458,33 @@ class Walk:
             shapes.append(self.grid.local(laid))
         outs = [self.choice.laid(factors, chosen) for factors in form.results]
         params = eqn.params
+        if form.told is not None:
+            params = form.told(params, [tuple(a for p in dim for a in p.axes) for dim in chosen])
         if form.local is not None:
             params = form.local(params, shapes, [self.grid.local(o) for o in outs])
         origin = vals[0].origin if eqn.primitive.name in MOVES else ""
-        summed = self.choice.over(form, chosen, "sum")
-        gradient = self.is_gradient(vals, summed) or any(v.gradient for v in vals if partial)
-        if gradient:
+        summed = [self.choice.summed(form, chosen, number) for number in range(len(outs))]
+        added = any(v.gradient for v in vals if partial)
+        gradient = [added or self.is_gradient(form, vals, number, axes) for number, axes in enumerate(summed)]
+        if any(gradient):
             args, params = self._wide(eqn, args, params)
         results = self._results(eqn, form, chosen, args, params)
         made = []
-        for x, var, laid in zip(results, eqn.outvars, outs, strict=True):
-            made.append(
-                self.held(x, var.aval, Laid(laid.dims, tuple(dict.fromkeys((*partial, *summed)))), origin)
-            )
-            made[-1].gradient = gradient
+        for number, (x, var, laid) in enumerate(zip(results, eqn.outvars, outs, strict=True)):
+            terms = tuple(dict.fromkeys((*partial, *summed[number])))
+            made.append(self.held(x, var.aval, Laid(laid.dims, terms), origin))
+            made[-1].gradient = gradient[number]
         return made
 
-    def is_gradient(self, vals: Sequence[Val], summed: Sequence[str]) -> bool:
-        """Whether an operation adds up a weight's gradient: in the backward pass, over the batch, no
-        weight.
+    def is_gradient(self, form: Form, vals: Sequence[Val], number: int, summed: Collection[str]) -> bool:
+        """Whether a result adds up a weight's gradient: in the backward pass, over the batch, and no weight
+        is summed over with it.
         """
-        return bool(self.phase) and not self.batch.isdisjoint(summed) and not any(v.origin for v in vals)
+        own = {f for factors in form.results[number] for f in factors}
+        gone = {f for f, kind in enumerate(form.kinds) if kind == "sum" and f not in own}
+        weights = (fs for v, fs in zip(vals, form.operands, strict=True) if v.origin)
+        meets = any(f in gone for fs in weights for factors in fs for f in factors)
+        return bool(self.phase) and not self.batch.isdisjoint(summed) and not meets
 
     def _wide(
         self, eqn: JaxprEqn, args: list[Value], params: dict[str, Any]
@@ -489,6 +498,9 @@ class Walk:
             return args, params
         if "preferred_element_type" in params and not isinstance(params["precision"], DotAlgorithms):
             return args, {**params, "preferred_element_type": jnp.dtype(self.options.sum_dtype)}
+        if name == OPERATION:
+            op = widened(params["op"], self.options.sum_dtype)
+            return args, {**params, "op": op, "jaxpr": body(op, [typeof(x) for x in args])}
         if name == "reduce_sum" or name in SUMS:
             return [x.astype(self.options.sum_dtype) for x in args], params
         return args, params
@@ -562,7 +574,8 @@ class Walk:
             for v in vals
         )
         outs = tuple(int(getattr(getattr(v.aval, "dtype", None), "itemsize", 4)) for v in eqn.outvars)
-        adds = self.is_gradient(vals, tuple(self.batch)) and self.adding(self.scope)
+        numbers = range(len(form.results))
+        adds = self.adding(self.scope) and any(self.is_gradient(form, vals, n, self.batch) for n in numbers)
         return Case(form, operands, outs, tuple(wishes), partial, self.batch if adds else frozenset())
 
 
