@@ -20,6 +20,7 @@ from xform.kernels.attention import AttentionForward, attention_and_lse
 from xform.kernels.blocks import Blocks
 from xform.kernels.lowered import Lowered, Options, checked, value
 from xform.raising.canonical import arranged, back
+from xform.raising.flat import dtype_of
 from xform.raising.lettering import OWN
 from xform.raising.meaning import Attention, Chosen, Raised, Tensor
 from xform.trace import Value, Var
@@ -66,7 +67,7 @@ def attended(r: Raised, options: Options) -> list[Lowered]:
         blocks=Blocks(**blocks),
         interpret=options.interpret,
     )
-    kind = jnp.result_type(*(t.atom.aval.dtype for t in (m.q, m.k, m.v)))  # type: ignore[attr-defined]
+    kind = jnp.result_type(*(dtype_of(t.atom) for t in (m.q, m.k, m.v)))
     rows = jax.ShapeDtypeStruct((1, sizes["n"], sizes["g"], sizes["t"], sizes["d"]), kind)
     values_ = jax.ShapeDtypeStruct((1, sizes["n"], sizes["s"], sizes["e"]), kind)
     has_segments = bool(m.mask.segments or m.mask.chosen)
@@ -97,7 +98,7 @@ def attended(r: Raised, options: Options) -> list[Lowered]:
         if empty:
             out = masked.filled(out, lse, v)
         out = back(out, (batch, *"ngte"), m.out.dims, sizes)
-        return {out_var: out.astype(out_var.aval.dtype)}  # type: ignore[attr-defined]
+        return {out_var: out.astype(dtype_of(out_var))}
 
     return [Lowered(tuple(dict.fromkeys(takes)), (out_var,), emit, "splash attention")]
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from xform.raising.flat import View, size
+from xform.raising.flat import View, place_of, size
 from xform.raising.following import is_elementary, kind, static
 from xform.raising.indices import source
 from xform.raising.loops import Loop, counts, loops
@@ -151,7 +151,7 @@ def walked(view: View, atom: Atom) -> _Walk:
     """Back from a value through what moves, cuts out and looks up."""
     walk = _Walk(atom, list(range(len(size(atom)))), [])
     while (eqn := view.maker(walk.atom)) is not None:
-        step = _step(eqn, eqn.outvars.index(walk.atom))  # type: ignore[arg-type]
+        step = _step(eqn, place_of(eqn, walk.atom))
         if step is None:
             return walk
         atom, dims = step
@@ -211,7 +211,7 @@ def dispatched(view: View, atom: Atom, known: frozenset[Var]) -> tuple[Var | Non
     numbers: list[int] = []
     while (eqn := view.maker(atom)) is not None:
         name = eqn.primitive.name
-        step = _step(eqn, eqn.outvars.index(atom))  # type: ignore[arg-type]
+        step = _step(eqn, place_of(eqn, atom))
         following: Atom | None = step[0] if step is not None else None
         if name.startswith("scatter"):
             following = eqn.invars[2]
