@@ -23,6 +23,7 @@ from xform.kernels.lowered import Lowered, Options, checked, value
 from xform.kernels.tokamax_masks import is_native
 from xform.ops import Band
 from xform.raising.canonical import arranged, back
+from xform.raising.flat import dtype_of
 from xform.raising.lettering import OWN
 from xform.raising.meaning import Attention, Chosen, Raised, Tensor
 from xform.trace import Value, Var
@@ -59,7 +60,7 @@ def attended(r: Raised, options: Options) -> list[Lowered]:
         raise Decline("a query that may see no key tells keys apart by what hides them")
     if empty and m.mask.added and m.mask.filled > SOFT:
         raise Decline(f"a query that sees no key would see all, since the mask adds only {m.mask.filled:g}")
-    kind = jnp.result_type(*(t.atom.aval.dtype for t in (m.q, m.k, m.v)))  # type: ignore[attr-defined]
+    kind = jnp.result_type(*(dtype_of(t.atom) for t in (m.q, m.k, m.v)))
     rows = jax.ShapeDtypeStruct((1, sizes["n"], sizes["g"], sizes["t"], sizes["d"]), kind)
     values_ = jax.ShapeDtypeStruct((1, sizes["n"], sizes["s"], sizes["e"]), kind)
     op = AttentionForward(
@@ -97,7 +98,7 @@ def attended(r: Raised, options: Options) -> list[Lowered]:
         if empty:
             out = masked.filled(out, lse, v)
         out = back(out, (batch, *"ngte"), m.out.dims, sizes)
-        return {out_var: out.astype(out_var.aval.dtype)}  # type: ignore[attr-defined]
+        return {out_var: out.astype(dtype_of(out_var))}
 
     why = "splash attention" if options.library == "jax" else masked.by_tokamax
     return [Lowered(tuple(dict.fromkeys(takes)), (out_var,), emit, why)]

@@ -23,6 +23,7 @@ from xform.kernels.recurrence import recurrence
 from xform.kernels.stepwise import Steps
 from xform.raising.canonical import arranged, back
 from xform.raising.describe import axes, mask_name
+from xform.raising.flat import dtype_of
 from xform.raising.meaning import Attention, CrossEntropy, Experts, Product, Raised, Recurrence, Tensor
 from xform.trace import Atom, Literal, Value, Var
 
@@ -110,12 +111,12 @@ def recurred(r: Raised, options: Options) -> list[Lowered]:
             found = {m.out.atom: back(out, (batch, *"nte"), m.out.dims, sizes)}
         else:
             assert steps is not None
-            kind: Any = m.read.atom.aval.dtype  # type: ignore[attr-defined]
+            kind: Any = dtype_of(m.read.atom)
             read = back(out, (batch, *"nte"), ("t", *m.read.dims), sizes)
             found = dict(steps.last(values, read.astype(kind)))
         if m.final is not None:
             found[m.final.atom] = back(final, (batch, *"nde"), m.final.dims, sizes)
-        return {v: found[v].astype(v.aval.dtype) for v in gives}  # type: ignore[attr-defined]
+        return {v: found[v].astype(dtype_of(v)) for v in gives}
 
     return [Lowered(tuple(takes), tuple(gives), emit, f"{m.kind} by chunks")]
 
@@ -150,8 +151,8 @@ def entropied(r: Raised, options: Options) -> list[Lowered]:
     if why := losses.refused(m.x.atom.aval, m.w.atom.aval):
         raise Decline(why)
     eqns = [r.view.eqns[n] for n in r.numbers]
-    dots = [v.aval.dtype for eqn in eqns if eqn.primitive.name == "dot_general" for v in eqn.invars]  # type: ignore[attr-defined]
-    kind = jnp.result_type(m.x.atom.aval.dtype, *dots)  # type: ignore[attr-defined]
+    dots = [dtype_of(v) for eqn in eqns if eqn.primitive.name == "dot_general" for v in eqn.invars]
+    kind = jnp.result_type(dtype_of(m.x.atom), *dots)
     why = _worth(r, options, kind.itemsize)
     assert m.out is not None and isinstance(m.out.atom, Var)
     out, made = m.out, m.out.atom
@@ -172,7 +173,7 @@ def entropied(r: Raised, options: Options) -> list[Lowered]:
         loss = loss + m.z_loss * lse**2 + m.offset if m.z_loss else loss + m.offset
         loss = jnp.where(wrong, jnp.nan, loss)
         loss = back(-loss if m.negative else loss, tokens, out.dims, r.sizes)
-        return {made: loss.astype(made.aval.dtype)}  # type: ignore[attr-defined]
+        return {made: loss.astype(dtype_of(made))}
 
     takes = tuple(dict.fromkeys(a for a in tensors if isinstance(a, Var)))
     return [Lowered(takes, (made,), emit, why)]

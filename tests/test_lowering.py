@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -62,6 +63,21 @@ def value(x: Any, seed: int) -> Any:
     return jnp.asarray(rng.normal(size=x.shape), x.dtype)
 
 
+def computed(program: Jaxpr, values: Sequence[Any], by: Sequence[int]) -> tuple[Any, Any]:
+    """What a program gives, and the gradients of a sum of it by some of its arguments."""
+
+    def loss(chosen: Any) -> Any:
+        given = dict(zip(by, chosen, strict=True))
+        outs = eval_jaxpr(program, *(given.get(i, x) for i, x in enumerate(values)))
+        real = [y for y in outs if jnp.issubdtype(y.dtype, jnp.floating)]
+        return sum(jnp.sum(jnp.sin(jnp.where(jnp.isfinite(y), y, 0).astype(jnp.float32))) for y in real), outs
+
+    if not by:
+        return eval_jaxpr(program, *values), []
+    gradients, outs = jax.grad(loss, has_aux=True)([values[i] for i in by])
+    return outs, gradients
+
+
 def agree(got: Any, want: Any, narrow: float = 0.0, least: float = 1e-6) -> None:
     """narrow: the tolerance of the narrowest type that it computes in; least: what counts as large."""
     for a, b in zip(got, want, strict=True):
@@ -90,20 +106,16 @@ def test_a_lowered_spelling_computes_the_same(op: str, spelling: Spelling, numbe
     types = {str(v.aval.dtype) for eqn in equations(jaxpr) for v in eqn.outvars if hasattr(v.aval, "dtype")}
     narrow = max((TOLERANCE[t] for t in types if t in TOLERANCE), default=0.0)
     values = [value(x, i) for i, x in enumerate(leaves)]
-    agree(eval_jaxpr(new, *values), eval_jaxpr(jaxpr, *values), narrow)
-    if number % 4 or "while" in {eqn.primitive.name for eqn in equations(jaxpr)}:
-        return  # every fourth is differentiated as well, for the time it takes
-    floats = [i for i, x in enumerate(values) if jnp.issubdtype(x.dtype, jnp.floating)]
-
-    def loss(program: Jaxpr, chosen: Any) -> Any:
-        given = dict(zip(floats, chosen, strict=True))
-        outs = eval_jaxpr(program, *(given.get(i, x) for i, x in enumerate(values)))
-        real = [y for y in outs if jnp.issubdtype(y.dtype, jnp.floating)]
-        return sum(jnp.sum(jnp.sin(jnp.where(jnp.isfinite(y), y, 0).astype(jnp.float32))) for y in real)
-
-    got, want = (jax.grad(loss, 1)(program, [values[i] for i in floats]) for program in (new, jaxpr))
+    # Every fourth is differentiated as well, for the time it takes.
+    differentiated = number % 4 == 0 and "while" not in {eqn.primitive.name for eqn in equations(jaxpr)}
+    by = [i for i, x in enumerate(values) if differentiated and jnp.issubdtype(x.dtype, jnp.floating)]
+    (got, gradients), (want, others) = jax.jit(lambda *xs: [computed(p, xs, by) for p in (new, jaxpr)])(
+        *values
+    )
+    agree(got, want, narrow)
     # A gradient that is zero but for rounding is so in both.
-    agree(got, want, 4 * narrow, max(float(jnp.max(jnp.abs(g.astype(jnp.float32)), initial=0)) for g in want))
+    largest = max((np.max(np.abs(np.asarray(g, np.float32)), initial=0) for g in others), default=0.0)
+    agree(gradients, others, 4 * narrow, largest)
 
 
 def test_most_spellings_of_attention_become_an_operation() -> None:

@@ -22,8 +22,9 @@ from xform.memory.liveness import estimate
 from xform.memory.speeds import Speeds, speeds_of
 from xform.memory.spread import Spread
 from xform.program import Program
+from xform.raising.flat import dtype_of
 from xform.topologies import Topology, kind_of, parse
-from xform.trace import inline
+from xform.trace import inline, shape_of
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -87,7 +88,7 @@ class Trial:
 
         whole = NamedSharding(self.mesh, jax.sharding.PartitionSpec())
         structs = [
-            jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=s or whole)  # type: ignore[attr-defined]
+            jax.ShapeDtypeStruct(shape_of(v), dtype_of(v), sharding=s or whole)
             for v, s in zip(program.jaxpr.invars, program.in_shardings, strict=True)
         ]
         donated = [i for i, leaf in enumerate(program.inputs) if leaf.donated]

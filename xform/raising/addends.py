@@ -18,10 +18,10 @@ from xform.raising.bands import sample
 from xform.raising.conditions import Condition, Conditions
 from xform.raising.dims import Dims, Facts, Sizes, place, pulled
 from xform.raising.elementwise import is_elementwise
-from xform.raising.flat import View
+from xform.raising.flat import View, place_of
 from xform.raising.indices import Array, dtype_of
 from xform.raising.meaning import Tensor
-from xform.raising.points import Points, Unknown
+from xform.raising.points import Known, Points, Unknown
 from xform.trace import Atom, JaxprEqn, Literal, Var, shape_of
 
 FAR = -9999.0
@@ -214,9 +214,9 @@ class Addends:
             return False
         ends = []
         for value in (0, 1):
-            known: Mapping[Var, object] = {truth.atom: lambda index, value=value: np.asarray(value)}
+            known: Mapping[Var, Known] = {truth.atom: _always(value)}
             try:
-                found = Points(view, known).at(atom, [0] * len(shape_of(atom)))  # type: ignore[arg-type]
+                found = Points(view, known).at(atom, [0] * len(shape_of(atom)))
             except Unknown:
                 return False
             ends.append(float(found) * factor)
@@ -236,7 +236,7 @@ class Addends:
                     return None
                 view, atom = view.outer, view.inputs[atom]
                 continue
-            moved = pulled(eqn, eqn.outvars.index(atom), dims, self.sizes)  # type: ignore[arg-type]
+            moved = pulled(eqn, place_of(eqn, atom), dims, self.sizes)
             if moved is not None:
                 atom, dims = eqn.invars[moved[0]], moved[1]
                 continue
@@ -246,3 +246,7 @@ class Addends:
             (atom,) = rest
             dims = dims if shape_of(atom) else ()
         return Condition(view, atom, dims)
+
+
+def _always(value: int) -> Known:
+    return lambda index: np.asarray(value)

@@ -6,8 +6,8 @@
 
 An exponential is followed forward to a product with values (`softmax`) and back to the products whose results
 are its logits (`logits`), and these to queries and keys (`operands`), dimensions as factors all the way. What
-is added or masked is classified by evaluating it (`masks`). Then the result is computed at random points and
-compared with the formula (`probing`), so that no reading of the structure is believed as such.
+stands beside them is added, masks or weighs (`beside`). Then the result is held to the formula (`holding`),
+so that no reading of the structure is believed as such.
 """
 
 from __future__ import annotations
@@ -17,22 +17,18 @@ import math
 from collections.abc import Iterator
 
 from xform.axes.factors import Shape
-from xform.raising.flat import View, dtype_of, size
-from xform.raising.lettering import OWN, Setting, letters
-from xform.raising.logits import FAR, Added, Logits, Miss, Part, Selected, Tracer
-from xform.raising.meaning import Attention, Near, Raised, Tensor
-from xform.raising.operands import Operand, Source, operand
-from xform.raising.points import Unknown, depends
-from xform.raising.probing import Claim, Factor, Probe, product_holds
-from xform.raising.projections import projected
+from xform.raising.beside import factors, is_bias, sink, terms, weighed
+from xform.raising.flat import View, size
+from xform.raising.holding import NAME, Structure, held
+from xform.raising.lettering import Setting, letters
+from xform.raising.logits import Added, Logits, Miss, Part, Tracer
+from xform.raising.meaning import Near, Raised
+from xform.raising.operands import Operand, operand
 from xform.raising.reading import Reading, Space
-from xform.raising.seen import Term, classified
-from xform.raising.softmax import Mixing, exponent, mixings, normalised, summed, way_back
+from xform.raising.seen import Term
+from xform.raising.softmax import Mixing, mixings, normalised, way_back
 from xform.raising.softmax import after as moved_on
 from xform.trace import Atom, Var
-
-NAME = "attention"
-MULTIPLIED = "its logits are multiplied by an array, not by a constant"
 
 
 def attention(view: View) -> Iterator[Raised | Near]:
@@ -45,7 +41,9 @@ def attention(view: View) -> Iterator[Raised | Near]:
         if n not in reading.live:
             continue
         try:
-            found = _Candidate(reading, n).raised()
+            candidate = _Candidate(reading, n)
+            structure = candidate.structure()
+            found = None if structure is None else held(reading, candidate.space, structure)
         except Miss as miss:
             yield Near(NAME, str(miss), view, miss.number)
             continue
@@ -64,8 +62,8 @@ class _Candidate:
         self.argument: Atom = eqn.invars[0]
         self.dims: Shape = self.space.fresh(self.start)
 
-    def raised(self) -> Raised | None:
-        """The attention; None where it is nothing like it. Raises `Miss`."""
+    def structure(self) -> Structure | None:
+        """The attention as it is written; None where it is nothing like it. Raises `Miss`."""
         mixing = self._mixing()
         if mixing is None:
             return None
@@ -92,24 +90,24 @@ class _Candidate:
 
     # ---------------------------------------------------------------- putting it together
 
-    def _assembled(self, mixing: Mixing, logits: Logits) -> Raised | None:
+    def _assembled(self, mixing: Mixing, logits: Logits) -> Structure | None:
         keys = self._keys(mixing)
         parts, added = self._parts(logits, keys, mixing.values)
         if not parts:
             return None
         made = {p.product.out for p in parts}
-        if any(self.reading.follows(side.atom, made) for side in (mixing.values,)):
+        if self.reading.follows(mixing.values.atom, made):
             raise Miss("its values depend on its logits", mixing.product.numbers[0])
         out, out_dims, total = self._result(mixing, added, made)
-        self._check_uses(made, out)
+        core = self._check_uses(made, out)
         v = self._values(mixing, out)
         q, k = self._queries_and_keys(parts, keys)
         q, k, v, s = self._joined(parts, q, k, v, keys, [logits.dims, mixing.dims, out_dims])
         rows = frozenset(self.space.all(parts[0].dims) - set(s))
         self._check_dims(q, k, v, rows, s, mixing)
-        terms, _ = self._terms(logits, added, made, s)
-        sink = self._sink(logits, mixing, total, made)
-        masks, weighing, scale = self._after(mixing)
+        found = terms(self.reading, self.space, logits, added, made, s)
+        more = sink(self.reading, self.space, logits, mixing, total, made, (self.start, self.dims))
+        masks, weighing, scale = weighed(self.reading, mixing)
         setting = Setting(
             q[0],
             k[0],
@@ -121,25 +119,31 @@ class _Candidate:
                 f for part, each in zip(parts[1:], k[1:], strict=True) for f in self._contracted(part, each)
             ),
             out_dims,
-            tuple(self._factors(t.atom, t.dims) for t in (*terms, *masks) if not self._is_bias(t)),
-            tuple(self._factors(t.atom, t.dims) for t in terms if self._is_bias(t)),
+            tuple(self._factors(t) for t in (*found, *masks) if not is_bias(self.view, t)),
+            tuple(self._factors(t) for t in found if is_bias(self.view, t)),
         )
-        named = letters(self.reading, self.space, setting)
-        return self._verified(
-            mixing,
-            parts,
-            logits,
-            terms,
-            masks,
-            weighing,
-            scale,
-            sink,
-            (q, k, v),
-            (out, out_dims),
-            rows,
-            s,
-            named,
+        return Structure(
+            start=self.start,
+            mixing=mixing,
+            parts=parts,
+            logits=logits,
+            terms=found,
+            masks=masks,
+            weighing=weighing,
+            scale=scale,
+            sink=more,
+            q=q,
+            k=k,
+            v=v,
+            out=(out, out_dims),
+            rows=rows,
+            s=s,
+            named=letters(self.reading, self.space, setting),
+            core=core,
         )
+
+    def _factors(self, term: Term) -> frozenset[int]:
+        return factors(self.reading, self.space, term.atom, term.dims)
 
     def _contracted(self, part: Part, k: Operand) -> tuple[int, ...]:
         inside = part.product.contracted(self.space)
@@ -227,10 +231,6 @@ class _Candidate:
                 parts.append(part)
             else:
                 added.append(Added(part.atom, part.rest, part.dims))
-        if not parts and logits.parts:
-            ours = [p for p in logits.parts if not keys & self.space.all(p.product.dims)]
-            if ours:
-                return [], added
         return parts, added
 
     def _queries_and_keys(self, parts: list[Part], keys: set[int]) -> tuple[list[Operand], list[Operand]]:
@@ -278,10 +278,9 @@ class _Candidate:
         numbers = self.reading.between(made, [atom])
         return any(self.view.eqns[n].primitive.name in ("exp", "exp2") for n in numbers)
 
-    def _check_uses(self, made: set[Var], out: Var) -> None:
-        """That nothing between scores and result is used elsewhere."""
+    def _check_uses(self, made: set[Var], out: Var) -> set[int]:
+        """That nothing between scores and result is used elsewhere; the numbers of the equations there."""
         core = self.reading.between(made, [out])
-        self.core = core
         for v in [*made, *(v for n in sorted(core) for v in self.view.eqns[n].outvars)]:
             if v is out or not isinstance(v, Var):
                 continue
@@ -289,294 +288,7 @@ class _Candidate:
                 continue
             after = v is self.start or self.reading.follows(v, {self.start})
             what = "weights" if after else "logits"
-            if after and not any(size(v)[i] > 1 for i in range(len(size(v)) - 1, len(size(v)))):
+            if after and size(v)[-1:] <= (1,):
                 what = "weights' sum or what is made of them"
             raise Miss(f"its {what} are used elsewhere too", max(self.reading.number(v), 0))
-
-    # ---------------------------------------------------------------- what is added, masked, dropped
-
-    def _factors(self, atom: Atom, dims: Shape) -> frozenset[int]:
-        """The factors along which a value that is laid along `dims` changes."""
-        if not dims:
-            return frozenset()
-        pairs = zip(dims, self.reading.varies(atom), strict=True)
-        return frozenset(leaf for dim, changes in pairs if changes for leaf in self.space.leaves(dim))
-
-    def _is_bias(self, term: Term) -> bool:
-        """Whether what is added may be more than a mask: made of floating-point numbers or positions."""
-        if term.seen is not None:
-            return False
-        inputs = depends(self.view, term.atom)
-        return not inputs or any(dtype_of(v).kind not in "biu" for v in inputs)
-
-    def _terms(
-        self, logits: Logits, added: list[Added], made: set[Var], s: tuple[int, ...]
-    ) -> tuple[list[Term], list[Added]]:
-        terms: list[Term] = []
-        dropped: list[Added] = []
-        for each in added:
-            own = self._factors(each.atom, each.dims)
-            keyed = not own.isdisjoint(s)
-            inside = self.reading.follows(each.atom, made)
-            if keyed and inside:
-                raise Miss(
-                    "its logits are shifted by what is not the same for all keys",
-                    self.reading.number(each.atom),
-                )
-            if not keyed and (inside or not self.reading.takes_inputs(each.atom) or not own):
-                dropped.append(each)
-            else:
-                terms.append(Term(each.atom, each.dims, each.factor, None, 0.0))
-        for chosen in logits.selected:
-            if self.reading.follows(chosen.atom, made):
-                raise Miss("which keys are seen depends on its logits", self.reading.number(chosen.atom))
-            terms.append(self._selected(chosen))
-        return terms, dropped
-
-    def _selected(self, chosen: Selected) -> Term:
-        if not chosen.fill <= FAR:
-            raise Miss(
-                f"where its mask is not set its logits are {chosen.fill:g}: such keys are seen",
-                self.reading.number(chosen.atom),
-            )
-        return Term(chosen.atom, chosen.dims, 1.0, chosen.seen, chosen.fill)
-
-    def _after(self, mixing: Mixing) -> tuple[list[Term], list[Factor], float]:
-        """What is done to weights: masks, what they are multiplied by (dropout), and a constant."""
-        masks: list[Term] = []
-        weighing: list[Factor] = []
-        scale = 1.0
-        norms = [i for i, step in enumerate(mixing.steps) if step.kind == "norm"]
-        last = norms[-1] if norms else len(mixing.steps)
-        for i, step in enumerate(mixing.steps):
-            if step.kind == "scale":
-                scale *= step.factor if i > last or not norms else 1.0
-            elif step.kind in ("select", "mul"):
-                assert step.atom is not None
-                if self._is_random(step.atom):
-                    weighing.append(
-                        Factor(step.atom, step.dims, 1.0, step.seen if step.kind == "select" else None)
-                    )
-                elif step.kind == "select" or self.reading.is_boolean(step.atom):
-                    seen = step.seen if step.kind == "select" else True
-                    masks.append(Term(step.atom, step.dims, 1.0, seen, -math.inf, weights=True))
-                else:
-                    raise Miss("its weights are multiplied by other values before they mix", step.number)
-        return masks, weighing, scale
-
-    def _is_random(self, atom: Atom) -> bool:
-        return any(
-            self.view.eqns[n].primitive.name.startswith(("random_", "threefry", "rng_"))
-            for n in self.view.ancestors([atom])
-        )
-
-    def _sink(self, logits: Logits, mixing: Mixing, total: Atom | None, made: set[Var]) -> Factor | None:
-        """A logit more, that has no value."""
-        if logits.sink is not None:
-            atom, number = logits.sink
-            axis = self.view.eqns[number].params["dimension"]
-            dims = tuple(() if i == axis else d for i, d in enumerate(logits.dims))
-            return self._reduced(Factor(atom, dims))
-        if total is None:
-            return None
-        found = summed(self.reading, self.space, mixing, total, self.start, self.dims)
-        if found is None:
-            return None
-        y = exponent(self.reading, found.atom, made)
-        if y is None:
-            raise Miss("something is added to the sum of its weights that is no logit", found.number)
-        dims = found.dims if len(size(y)) == len(found.dims) else ()
-        return self._reduced(Factor(y, dims))
-
-    def _reduced(self, factor: Factor) -> Factor:
-        """The smallest value that is repeated to be this one."""
-        side = operand(self.reading, self.space, factor.atom)
-        if not factor.dims:
-            return factor
-        known = tuple(
-            d if c else () for d, c in zip(side.dims, self.reading.varies(factor.atom), strict=True)
-        )
-        self.space.factors.tie(known, tuple(d if k else () for d, k in zip(factor.dims, known, strict=True)))
-        small = [x for x in side.sources if x.factor == 1.0]
-        best = min(small, key=lambda x: (math.prod(size(x.atom)), len(size(x.atom))))
-        return dataclasses.replace(factor, atom=best.atom, dims=best.dims)
-
-    # ---------------------------------------------------------------- the meaning, and the check
-
-    def _verified(
-        self,
-        mixing: Mixing,
-        parts: list[Part],
-        logits: Logits,
-        terms: list[Term],
-        masks: list[Term],
-        weighing: list[Factor],
-        scale: float,
-        sink: Factor | None,
-        sides: tuple[list[Operand], list[Operand], Operand],
-        result: tuple[Var, Shape],
-        rows: frozenset[int],
-        s: tuple[int, ...],
-        named: dict[int, str],
-    ) -> Raised:
-        q, k, v = sides
-        out, out_dims = result
-        sizes = self._sizes(named)
-        read = classified(self.reading, self.space, [*terms, *masks], named, sizes)
-        mask = read.pieces.mask
-        chosen_q = [self._chosen(x, named, True) for x in q]
-        chosen_k = [self._chosen(x, named, True) for x in k]
-        chosen_v = self._chosen(v, named, False)
-        at = mixing.product.numbers[0]
-        for part, a, b in zip(parts, chosen_q, chosen_k, strict=True):
-            if not (isinstance(a.atom, Var) and isinstance(b.atom, Var)):
-                raise Miss("its queries or keys are constants", part.product.numbers[0])
-            if not product_holds(self.reading, self.space, part, a, b):
-                raise Miss("its scores are not products of queries and keys", part.product.numbers[0])
-        amp = logits.amp
-        scales = {
-            part.factor * a.factor * b.factor * (amp or 1.0)
-            for part, a, b in zip(parts, chosen_q, chosen_k, strict=True)
-        }
-        if max(scales) - min(scales) > 1e-6 * abs(max(scales)):
-            raise Miss("the products that are its logits are scaled differently", parts[1].product.numbers[0])
-        claim = Claim(
-            parts,
-            amp,
-            read,
-            [Factor(t.atom, t.dims, t.factor, t.seen) for t in (*terms, *masks)],
-            sink,
-            weighing,
-            scale,
-            chosen_v,
-            (mixing.weights, mixing.dims),
-            result,
-            rows,
-            s,
-            named,
-            sizes,
-        )
-        try:
-            for seed in (1, 2):
-                if mistake := Probe(self.reading, self.space, claim).mistake(seed):
-                    if logits.zeroed is not None:
-                        raise Miss(MULTIPLIED, logits.zeroed)
-                    raise Miss(mistake, at)
-        except Unknown as unknown:
-            norms = [step.atom for step in mixing.steps if step.kind == "norm" and step.atom is not None]
-            if any(not self.reading.follows(x, {self.start}) for x in norms):
-                raise Miss("it is divided by another sum: its weights do not add up to one", at) from None
-            raise Miss(f"it cannot be checked: it depends on {unknown}", at) from None
-        if abs(scale - 1.0) > 1e-6 and not weighing:
-            raise Miss(f"its weights are scaled by {scale:g}", at)
-        for x in (*chosen_q, *chosen_k, chosen_v):
-            self._check_groups(x, named, at)
-        for x in chosen_k:
-            self._check_sharing(x, chosen_v, named, at)
-        pairs = [
-            (self._tensor(a.atom, a.dims, named), self._tensor(b.atom, b.dims, named))
-            for a, b in zip(chosen_q, chosen_k, strict=True)
-        ]
-        meaning = Attention(
-            q=pairs[0][0],
-            k=pairs[0][1],
-            v=self._tensor(chosen_v.atom, chosen_v.dims, named),
-            out=self._tensor(out, out_dims, named),
-            scale=max(scales),
-            mask=mask,
-            cap=amp,
-            bias=read.pieces.bias,
-            bias_kinds=read.pieces.kinds,
-            sinks=None if sink is None else self._tensor(sink.atom, sink.dims, named),
-            dropout=bool(weighing),
-            cross=self._is_cross(q[0], k[0], named, mask.kinds, parts),
-            latent=len(pairs) > 1 or self._is_latent(k[0], v, named),
-            softmax=str(dtype_of(self.start)),
-            more=tuple(pairs[1:]),
-            bias_factors=read.pieces.factors,
-        )
-        numbers = set(self.core)
-        for part in parts:
-            numbers |= set(part.product.numbers)
-        for x in (*chosen_q, *chosen_k, chosen_v):
-            numbers |= set(x.numbers)
-        return Raised(NAME, self.view, self.reading.number(out), frozenset(numbers), meaning, sizes)
-
-    def _sizes(self, named: dict[int, str]) -> dict[str, int]:
-        sizes = {letter: self.space.size(leaf) for leaf, letter in named.items()}
-        for c in "tsde":
-            sizes.setdefault(c, 1)
-        return sizes
-
-    def _tensor(self, atom: Atom, dims: Shape, named: dict[int, str]) -> Tensor:
-        return Tensor(atom, tuple("".join(named[leaf] for leaf in self.space.leaves(dim)) for dim in dims))
-
-    def _chosen(self, side: Operand, named: dict[int, str], scaled: bool) -> Source:
-        """The value to take for an operand: as small as it gets, and as it lay in the product."""
-        options = [
-            x
-            for x in side.sources
-            if (scaled or x.factor == 1.0)
-            and isinstance(x.atom, Var)
-            and all(leaf in named for leaf in self.space.all(x.dims))
-        ]
-        if not options:
-            raise Miss(
-                "a dimension of its operands is none of attention's", max(self.reading.number(side.atom), 0)
-            )
-
-        def rank(x: Source) -> tuple[int, int, int]:
-            bytes_ = math.prod(size(x.atom)) * dtype_of(x.atom).itemsize
-            joined = sum(len(self.space.leaves(d)) > 1 for d in x.dims)
-            ones = sum(not d for d in x.dims)
-            return (bytes_, joined, ones)
-
-        scales = [abs(x.factor) for x in options]
-        deepest = [x for x, c in zip(options, scales, strict=True) if c == scales[-1]]
-        return min(deepest, key=rank)
-
-    def _check_groups(self, x: Source, named: dict[int, str], at: int) -> None:
-        for dim in x.dims:
-            joined = "".join(named.get(leaf, "") for leaf in self.space.leaves(dim))
-            if "g" in joined and "n" in joined and joined.index("g") < joined.index("n"):
-                raise Miss("query heads share key heads by h % n, as tiled, not by h // g, as repeated", at)
-
-    def _check_sharing(self, k: Source, v: Source, named: dict[int, str], at: int) -> None:
-        """That keys and values are of the same rows of the batch, and values more than one number each."""
-        own = [{named[leaf] for leaf in self.space.all(x.dims)} - set("ngt" + OWN) for x in (k, v)]
-        if own[0] != own[1]:
-            what = "keys" if own[0] - own[1] else "values"
-            raise Miss(f"its {what} differ by row of the batch, or by query, and the others do not", at)
-        if "e" not in {named[leaf] for leaf in self.space.all(v.dims)} and all(map(len, v.dims)):
-            raise Miss("its values have no dimension of their own", at)
-
-    def _is_cross(
-        self, q: Operand, k: Operand, named: dict[int, str], kinds: tuple[str, ...], parts: list[Part]
-    ) -> bool:
-        """Whether keys are made of something else than queries."""
-        if "decode" in kinds or "causal" in kinds:
-            return False
-        made = [self._made_of(side, named) for side in (q, k)]
-        if made[0] is not None and made[1] is not None:
-            return made[0] is not made[1]
-        sizes = self._sizes(named)
-        return sizes["t"] > 1 and sizes["t"] != sizes["s"]
-
-    def _made_of(self, side: Operand, named: dict[int, str]) -> Atom | None:
-        for x in side.sources:
-            for axis, dim in enumerate(x.dims):
-                if any(named.get(leaf) == "d" for leaf in self.space.leaves(dim)):
-                    return projected(self.reading, x.atom, axis)
-        return None
-
-    def _is_latent(self, k: Operand, v: Operand, named: dict[int, str]) -> bool:
-        """Whether keys are some that heads share, beside some of a latent that the values are made of too."""
-        number = self.reading.number(k.sources[-1].atom)
-        for x in k.sources:
-            n = self.reading.number(x.atom)
-            if n >= 0 and self.view.eqns[n].primitive.name == "concatenate":
-                number = n
-        if number < 0 or self.view.eqns[number].primitive.name != "concatenate":
-            return k.last.atom is v.last.atom
-        spread = [sum(self.reading.varies(w)) for w in self.view.eqns[number].invars]
-        return len(spread) == 2 and min(spread) < max(spread)
+        return core

@@ -17,7 +17,7 @@ import numpy as np
 
 from xform.raising.dims import Dims, Facts, Sizes, pulled
 from xform.raising.elementwise import cast, elementwise
-from xform.raising.flat import View
+from xform.raising.flat import View, place_of
 from xform.raising.indices import SAME, dtype_of
 from xform.raising.meaning import Tensor
 from xform.trace import Atom, JaxprEqn, Literal, Var, shape_of
@@ -77,7 +77,7 @@ class Conditions:
     def narrowed(self, c: Condition) -> Condition:
         """The condition of the smallest value of its view that it can be read from."""
         while (eqn := c.view.maker(c.atom)) is not None:
-            k = eqn.outvars.index(c.atom)  # type: ignore[arg-type]
+            k = place_of(eqn, c.atom)
             moved = pulled(eqn, k, c.dims, self.sizes)
             if moved is None or not self._keeps_zero(c.view, eqn, moved[0]):
                 break
@@ -87,7 +87,7 @@ class Conditions:
     def smallest(self, view: View, atom: Atom, dims: Dims) -> Tensor:
         """The smallest value of the view that has the same numbers."""
         while (eqn := view.maker(atom)) is not None:
-            moved = pulled(eqn, eqn.outvars.index(atom), dims, self.sizes)  # type: ignore[arg-type]
+            moved = pulled(eqn, place_of(eqn, atom), dims, self.sizes)
             if moved is None or dtype_of(eqn.invars[moved[0]]) != dtype_of(atom):
                 break
             atom, dims = eqn.invars[moved[0]], moved[1]

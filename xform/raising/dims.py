@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from xform.raising.elementwise import is_elementwise
-from xform.raising.flat import View
+from xform.raising.flat import View, dtype_of
 from xform.raising.folds import FOLDS
 from xform.raising.indices import SAME, Array, groups
 from xform.raising.points import Points, Unknown
@@ -156,14 +156,16 @@ class Facts:
         if eqn is None:
             if v in view.constants:
                 return _changes(view.constants[v]) if math.prod(shape_of(v)) <= _SMALL else everywhere
-            below = self._below(view, v)
-            return self._varies.get(below[0][1], frozenset()) if below else everywhere  # type: ignore[arg-type]
+            if v not in view.inputs or view.outer is None:
+                return everywhere
+            outer = view.inputs[v]
+            return frozenset() if isinstance(outer, Literal) else self._varies[outer]
         ins = [frozenset() if isinstance(w, Literal) else self._varies[w] for w in eqn.invars]
         return _after(eqn, eqn.outvars.index(v), ins, everywhere)
 
     def binary(self, view: View, atom: Atom) -> bool:
         """Whether a value is 0 or 1 everywhere, by how it was made."""
-        if atom.aval.dtype == np.bool_:  # type: ignore[attr-defined]
+        if dtype_of(atom) == np.bool_:
             return True
         c = self.constant(view, atom)
         if c is not None:

@@ -48,7 +48,10 @@ def _find(jaxpr: Jaxpr, only: Sequence[str]) -> Found:
         for name, recognise in RECOGNISERS.items():
             if not only or name in only:
                 for each in recognise(view):
-                    (here if isinstance(each, Raised) else declined).append(each)  # type: ignore[arg-type]
+                    if isinstance(each, Raised):
+                        here.append(each)
+                    else:
+                        declined.append(each)
         raised += sorted(here, key=lambda r: r.number)
     return Found(tuple(raised), tuple(declined))
 

@@ -212,6 +212,11 @@ def dtype_of(atom: Atom) -> Any:
     return aval.dtype
 
 
+def place_of(eqn: JaxprEqn, atom: Atom) -> int:
+    """Which of the results of its equation an atom is."""
+    return next(k for k, v in enumerate(eqn.outvars) if v is atom)
+
+
 def size(atom: Atom) -> tuple[int, ...]:
     """The shape of an atom."""
     return tuple(shape_of(atom))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from xform.axes.factors import Shape
 from xform.raising.operands import Operand
@@ -122,11 +122,11 @@ class _Heads:
         return 0
 
 
-def _axis(space: Space, side: Operand, holds: object) -> tuple[Atom, int] | None:
+def _axis(space: Space, side: Operand, holds: Callable[[tuple[int, ...]], bool]) -> tuple[Atom, int] | None:
     """The deepest value of an operand that has a dimension for which `holds`, and which that is."""
     for source in reversed(side.sources):
         for axis, dim in enumerate(source.dims):
-            if holds(space.leaves(dim)):  # type: ignore[operator]
+            if holds(space.leaves(dim)):
                 return source.atom, axis
     return None
 

@@ -198,8 +198,8 @@ class Tracer:
             got, side, miss = b.times(sign), 1, miss_a
         elif a is not None and b is not None:
             return self._sum_of_two(a, b.times(sign), eqn, number)
-        elif miss_a or miss_b:
-            raise miss_a or miss_b  # type: ignore[misc]
+        elif (first := miss_a or miss_b) is not None:
+            raise first
         else:
             return None
         if miss is not None and wide[1 - side] >= wide[side]:

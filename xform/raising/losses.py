@@ -251,11 +251,11 @@ def _sign(view: View, v: Var, source: Var, inside: set[Var]) -> int:
     while v is not source:
         eqn = view.maker(v)
         assert eqn is not None
-        k = next(k for k, w in enumerate(eqn.invars) if isinstance(w, Var) and w in inside)
+        k, inner = next((k, w) for k, w in enumerate(eqn.invars) if isinstance(w, Var) and w in inside)
         flips = eqn.primitive.name == "neg" or (eqn.primitive.name == "sub" and k == 1)
         numbers = [
             w.val for w in eqn.invars if isinstance(w, Literal) and eqn.primitive.name in ("mul", "div")
         ]
         sign = -sign if flips != any(np.all(np.asarray(n) < 0) for n in numbers) else sign
-        v = eqn.invars[k]  # type: ignore[assignment]
+        v = inner
     return sign

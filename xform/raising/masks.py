@@ -37,7 +37,7 @@ from xform.raising.addends import FAR, Addends, Found, Impure
 from xform.raising.bands import blocks, fit, kinds
 from xform.raising.conditions import Condition, Conditions, sides
 from xform.raising.dims import Dims, Facts, Sizes, place
-from xform.raising.flat import View
+from xform.raising.flat import View, dtype_of
 from xform.raising.indices import Array
 from xform.raising.meaning import Chosen, Mask, Tensor
 from xform.raising.points import Points, Unknown, depends
@@ -100,8 +100,12 @@ class Masks:
                 found.conditions += self.conditions.of(Condition(self.view, atom, dims, term.role == "seen"))
                 found.fills.append(term.filled)
         bias = [(Tensor(t.atom, self._changing(v, t)), f, self._bias_kind(v, t)) for v, t, f in found.bias]
-        tensors, factors, named = (tuple(b[i] for b in bias) for i in range(3))
-        return Pieces(self._mask(found), tensors, factors, named)  # type: ignore[arg-type]
+        return Pieces(
+            self._mask(found),
+            tuple(t for t, _, _ in bias),
+            tuple(f for _, f, _ in bias),
+            tuple(k for _, _, k in bias),
+        )
 
     def _mask(self, found: Found) -> Mask:
         still = [c for c in found.conditions if self.facts.static(c.view, c.atom)]
@@ -154,11 +158,12 @@ class Masks:
             found = found & mask.band.allowed(np.asarray(at.get("t", 0)), np.asarray(at["s"]))
         for tensor in mask.chosen:
             value = self.value(tensor, points, at)
-            far = getattr(tensor, "above", None)
-            if far is not None:
-                found = found & (value.astype(np.float64) * tensor.factor > far)  # type: ignore[attr-defined]
+            if not isinstance(tensor, Chosen):
+                found = found & (value != 0)
+            elif tensor.above is not None:
+                found = found & (value.astype(np.float64) * tensor.factor > tensor.above)
             else:
-                found = found & ((value != 0) != getattr(tensor, "negated", False))
+                found = found & ((value != 0) != tensor.negated)
         for q, k in mask.segments:
             found = found & (self.value(q, points, at) == self.value(k, points, at))
         return found
@@ -235,7 +240,7 @@ class Masks:
             return None
         pair = []
         for v in compared[1:]:
-            if not shape_of(v) or np.dtype(v.aval.dtype).kind not in "iu" or self.facts.static(c.view, v):
+            if not shape_of(v) or dtype_of(v).kind not in "iu" or self.facts.static(c.view, v):
                 return None
             small = self.conditions.smallest(c.view, v, c.dims)
             pair.append(Tensor(small.atom, self._changing(c.view, small)))
@@ -250,7 +255,7 @@ class Masks:
         """What a condition of data is called. letters: those that it changes with."""
         few = self.sizes["t"] == 1
         inputs = depends(c.view, c.atom)
-        counts = all(np.dtype(v.aval.dtype).kind in "iu" and not shape_of(v) for v in inputs if _is_array(v))  # type: ignore[attr-defined]
+        counts = all(dtype_of(v).kind in "iu" and not shape_of(v) for v in inputs if _is_array(v))
         if "s" in letters and inputs and counts:
             return "decode"
         if few and letters & {"s"} and not letters & {"n", "g"} and self._bounds_keys(c):

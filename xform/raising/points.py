@@ -28,7 +28,7 @@ import numpy as np
 
 from xform.higher_order import bodies
 from xform.raising.elementwise import cast, elementwise, is_elementwise
-from xform.raising.flat import View, flat
+from xform.raising.flat import View, flat, place_of
 from xform.raising.folds import FOLDS
 from xform.raising.indices import ZERO, Array, Index, dtype_of, source
 from xform.raising.lookups import LOOKUPS
@@ -178,7 +178,7 @@ def origin(view: View, atom: Atom, index: Sequence[Any]) -> tuple[Atom, Index]:
     """
     at = tuple(np.asarray(i, np.int64) for i in index)
     while (eqn := view.maker(atom)) is not None:
-        moved = source(eqn, eqn.outvars.index(atom), at)  # type: ignore[arg-type]
+        moved = source(eqn, place_of(eqn, atom), at)
         if moved is None:
             break
         atom, at = eqn.invars[moved[0]], moved[1]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from xform.raising.dims import Sizes, place
-from xform.raising.flat import View
+from xform.raising.flat import View, dtype_of
 from xform.raising.indices import Array, Index
 from xform.raising.meaning import Tensor
 from xform.raising.points import Known, Points, Unknown, depends
@@ -44,7 +44,7 @@ def is_alibi(view: View, tensor: Tensor, sizes: Sizes) -> bool:
 
 def _ones(v: Var) -> Known:
     def values(index: Index) -> Array:
-        return np.ones((), v.aval.dtype)  # type: ignore[attr-defined]
+        return np.ones((), dtype_of(v))
 
     return values
 
