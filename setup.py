@@ -19,6 +19,7 @@ TEST = [
     "mypy>=1.15",
     "pytest>=8",
     "pytest-xdist>=3.6",
+    "qwix>=0.1.8",
     "ruff>=0.9",
     "transformers==4.55.4",  # the last line with Flax classes: the public models of the tests
 ]

@@ -195,7 +195,7 @@ class Choice:
         for factors, operand in zip(form.operands, case.operands, strict=True):
             if not operand.made:
                 want = self.laid(factors, chosen)
-                if case.partial:
+                if case.partial and operand.laids[0].partial:
                     want = Laid(want.dims, case.partial)
                 total += operand.itemsize * min(route(laid, want).sent for laid in operand.laids)
         results = zip(form.results, case.itemsizes, case.wishes, strict=True)

@@ -32,7 +32,7 @@ from xform.spmd.forms import Form, form_of
 from xform.spmd.layout import Grid, Laid, whole
 from xform.spmd.moves import Router
 from xform.spmd.values import GRADIENT, PLAIN, WEIGHT, WHOLE, Options, Scope, Val
-from xform.spmd.wishes import Wish, terms
+from xform.spmd.wishes import Wish, becomes_float, scales, terms
 from xform.spmd.wishes import wishes as wishes_of
 from xform.trace import (
     DropVar,
@@ -70,7 +70,7 @@ SAME = {"convert_element_type": ("new_dtype",), "transpose": ("permutation",)}
 LINEAR = frozenset(
     {"copy", "imag", "neg", "real", "reduce_sum", "reshape", "rev", "slice", "squeeze", "stack", "transpose"}
 )
-"""Operations of one value that may run on the terms of a sum."""
+"""Operations of one value that may run on the terms of a sum; so may a product with a scale."""
 
 SUMS = frozenset({"add", "add_any", "sub"})
 
@@ -452,7 +452,7 @@ class Walk:
         args, shapes = [], []
         for val, factors in zip(vals, form.operands, strict=True):
             laid = self.choice.laid(factors, chosen)
-            if partial:
+            if partial and val.laid.partial:
                 laid = Laid(laid.dims, partial)
             args.append(self.get(val, laid))
             shapes.append(self.grid.local(laid))
@@ -494,6 +494,8 @@ class Walk:
         """
         aval: Any = eqn.outvars[0].aval
         own, name = aval.dtype, eqn.primitive.name
+        if jnp.issubdtype(own, jnp.integer):
+            return args, params
         if self.options.sum_dtype is None or jnp.promote_types(own, self.options.sum_dtype) == own:
             return args, params
         if "preferred_element_type" in params and not isinstance(params["precision"], DotAlgorithms):
@@ -501,7 +503,9 @@ class Walk:
         if name == OPERATION:
             op = widened(params["op"], self.options.sum_dtype)
             return args, {**params, "op": op, "jaxpr": body(op, [typeof(x) for x in args])}
-        if name == "reduce_sum" or name in SUMS:
+        if name == "convert_element_type":
+            return args, {**params, "new_dtype": jnp.dtype(self.options.sum_dtype)}
+        if name in ("mul", "reduce_sum") or name in SUMS:
             return [x.astype(self.options.sum_dtype) for x in args], params
         return args, params
 
@@ -529,10 +533,12 @@ class Walk:
             return first
         if name in SUMS and all(v.laid.partial == first for v in vals):
             return first
-        if name == "convert_element_type" and vals[0].gradient and self.adding(self.scope):
+        if name == "convert_element_type":
             before, after = vals[0].aval.dtype, eqn.params["new_dtype"]
-            return first if jnp.promote_types(before, after) == after else ()
-        return ()
+            adding = vals[0].gradient and self.adding(self.scope)
+            wider = adding and jnp.promote_types(before, after) == after
+            return first if becomes_float(eqn) or wider else ()
+        return first if scales(eqn) and not vals[1].laid.partial else ()
 
     def _is_free(self, vals: Sequence[Val], avals: Sequence[Any]) -> bool:
         """Whether an operation works on nothing but what is made as wanted, and scalars."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from xform.sharding.layout import entry_axes
@@ -47,7 +50,9 @@ def wish_of(eqn: JaxprEqn, parts: Parts) -> Wish | None:
 
 
 def wishes(jaxpr: Jaxpr, parts: Parts) -> dict[Any, Wish]:
-    """What is asked of each variable: by a constraint on it, and of a sum, by those on its terms."""
+    """What is asked of each variable: by a constraint on it, of a sum, by those on its terms, and of what is
+    scaled, by those on the codes' product.
+    """
     found: dict[Any, Wish] = {}
     asked: dict[Any, Wish] = {}  # of a constraint's result too
     for eqn in jaxpr.eqns:
@@ -59,18 +64,27 @@ def wishes(jaxpr: Jaxpr, parts: Parts) -> dict[Any, Wish]:
             known = next((asked[v] for v in eqn.invars if v in asked), None)
             if known is not None:
                 found[eqn.outvars[0]] = asked[eqn.outvars[0]] = known
+        elif (becomes_float(eqn) or scales(eqn)) and isinstance(first, Var) and first in asked:
+            found.setdefault(eqn.outvars[0], asked[first])
+            asked[eqn.outvars[0]] = asked[first]
     return found
 
 
 def terms(jaxpr: Jaxpr) -> frozenset[Var]:
     """The variables that are used once, to be added to another such (a gradient that comes from several
-    uses): summed over devices after that, they are once.
+    uses), or are integers to be scaled: summed over devices after that, they are once, and no wider than
+    floats.
     """
     uses: dict[Var, list[JaxprEqn | None]] = {}
+    scaled: set[Var] = set()
     for eqn in jaxpr.eqns:
         for v in eqn.invars:
             if isinstance(v, Var):
                 uses.setdefault(v, []).append(eqn)
+        first = eqn.invars[0] if eqn.invars else None
+        of_scaled = isinstance(first, Var) and first in scaled
+        if becomes_float(eqn) or (of_scaled and (scales(eqn) or eqn.primitive.name in _AS_IT_IS)):
+            scaled.update(eqn.outvars)
     for v in jaxpr.outvars:
         if isinstance(v, Var):
             uses.setdefault(v, []).append(None)
@@ -80,7 +94,28 @@ def terms(jaxpr: Jaxpr) -> frozenset[Var]:
             (use,) = uses.get(var, []) if len(uses.get(var, [])) == 1 else (None,)
             if use is None:
                 continue
-            through = use.primitive.name in ("sharding_constraint", "transpose") and use.outvars[0] in found
-            if through or (use.primitive.name == "add_any" and use.invars[0] is not use.invars[1]):
+            through = use.primitive.name in _AS_IT_IS and use.outvars[0] in found
+            added = use.primitive.name == "add_any" and use.invars[0] is not use.invars[1]
+            later = becomes_float(use) or (var in scaled and use.invars[0] is var and scales(use))
+            if through or added or later:
                 found.add(var)
     return frozenset(found)
+
+
+_AS_IT_IS = frozenset(("sharding_constraint", "transpose"))
+
+
+def becomes_float(eqn: JaxprEqn) -> bool:
+    """Whether integers are cast to floats: those of a product of codes."""
+    if eqn.primitive.name != "convert_element_type":
+        return False
+    before = getattr(eqn.invars[0].aval, "dtype", np.float32)
+    return jnp.issubdtype(before, jnp.integer) and jnp.issubdtype(eqn.params["new_dtype"], jnp.floating)
+
+
+def scales(eqn: JaxprEqn) -> bool:
+    """Whether a value is multiplied with a smaller one."""
+    if eqn.primitive.name != "mul":
+        return False
+    first, second = (math.prod(shape_of(v)) for v in eqn.invars)
+    return second < first

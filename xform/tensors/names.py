@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -85,6 +85,34 @@ def name_tensors(jaxpr: Jaxpr, roles: Roles, stacks: Sequence[Stack] | None = No
     names = _Names(roles)
     names.layer_inputs(find_stacks(jaxpr, roles)[0] if stacks is None else stacks)
     return names.places()
+
+
+@dataclasses.dataclass(frozen=True)
+class NamedProduct:
+    """A product of a program before autodiff: equation `index` of the body at `path`.
+
+    name: of its result, a row of `NAMES` or of `MORE_PRODUCTS`; "" for another one. weight: which operand is
+    one; None: none is. inputs: the numbers of the program's inputs that the weight is made of.
+    """
+
+    path: Path
+    index: int
+    name: str
+    weight: int | None
+    inputs: tuple[int, ...] = ()
+
+
+MORE_PRODUCTS = {"scores": "scores of attention", "router": "scores of experts"}
+"""What products may be besides."""
+
+
+def name_products(jaxpr: Jaxpr, roles: Roles) -> list[NamedProduct]:
+    """Every product of a program before autodiff (`PRODUCTS`), at any depth, in program order; one body that
+    is called from several places is listed for each. `roles` are those of `jaxpr`.
+    """
+    if roles.axes.jaxpr is not jaxpr:
+        raise ValueError("the roles are of another program")
+    return list(_Names(roles).each_product())
 
 
 def describe_tensors(fn: Callable[..., Any], args: Sequence[Any]) -> list[dict[str, Any]]:
@@ -156,6 +184,7 @@ class _Names:
                 elif (left.data and right.weight) or (right.data and left.weight):
                     self.projections[op] = self._projection(op, dot, 1 if left.data else 0)
         self.stops = self.products.keys() | self.projections.keys()
+        self.scores: set[Op] = set()
         self._attention()
         self._mlp()
         for op, p in self.projections.items():
@@ -184,6 +213,22 @@ class _Names:
         placed = {place: name for place, name in found.items() if place is not None}
         return dict(sorted((self.inputs | placed).items()))
 
+    def each_product(self) -> Iterator[NamedProduct]:
+        """As `name_products`."""
+        inputs = {id(value): i for i, value in enumerate(self.flow.inside[()])}
+        for op in self.flow.ops:
+            if op.name not in PRODUCTS:
+                continue
+            name = self.named.get(op, "scores" if op in self.scores else "")
+            p = self.projections.get(op)
+            if p is None:
+                yield NamedProduct(op.path, op.index, name, None)
+                continue
+            if not name and "experts" in p.free:
+                name = "router"
+            weight = 1 if op.ins[0] is p.activation else 0
+            yield NamedProduct(op.path, op.index, name, weight, tuple(_inputs(op.ins[weight], inputs)))
+
     # ------------------------------------------------------------ attention
 
     def _attention(self) -> None:
@@ -199,6 +244,7 @@ class _Names:
             for side in (0, 1):
                 for scores, keys in self._scores(context, side):
                     contexts.add(context)
+                    self.scores.add(scores)
                     other = context.ins[1 - side]
                     linear = bool(self._told(self.products[scores].contract) & LENGTHS)
                     claim(scores.ins[keys], "key")
@@ -331,6 +377,23 @@ class _Names:
                 for r, v in enumerate(eqn.outvars):
                     if v in carried:
                         self.inputs.setdefault((stack.path, i, r), "decoder_layer_input")
+
+
+def _inputs(value: Value, numbers: Mapping[int, int]) -> list[int]:
+    """The inputs of the program that a value is made of."""
+    found: set[int] = set()
+    seen: set[int] = set()
+    todo = [value]
+    while todo:
+        v = todo.pop()
+        if id(v) in seen:
+            continue
+        seen.add(id(v))
+        if id(v) in numbers:
+            found.add(numbers[id(v)])
+        if v.op is not None:
+            todo += v.op.sources
+    return sorted(found)
 
 
 def is_stream(roles: Roles, scope: Scope, atom: Atom) -> bool:
