@@ -34,10 +34,10 @@ LAYERS = (
     "layers",  # where the program repeats
     "tensors",  # what each tensor is
     "raising",  # high-level operations, recognised
-    "quantization",  # arrays in eight bits and fewer, and products of them
     "slices",  # slices of products, taken before them
     "state",  # which inputs are kept stacked, and both trees
     "registry",  # names to passes
+    "quantization",  # arrays in eight bits and fewer, and products of them
     "values",  # options: checked, frozen, written
     "plan",  # Plan, Pass; TOML
     "plans",  # presets
