@@ -64,6 +64,7 @@ class Quantize:
 
     stages: ClassVar[tuple[str, ...]] = ("model",)
     after: ClassVar[tuple[str, ...]] = ("roll", "chunkedloss", "kernels")
+    exact: ClassVar[bool] = False
 
     def rewrite(self, jaxpr: Jaxpr, context: Context) -> Jaxpr:
         rules = list(self._rules())

@@ -125,3 +125,18 @@ def test_arguments_beyond_this_machines_memory_are_refused_before_anything_runs(
     huge = jax.ShapeDtypeStruct((1 << 30, 1 << 12), jnp.float32)
     with pytest.raises(PlanError, match="check a smaller size of the model"):
         check(jnp.sum, (huge,), PLAN)
+
+
+@dataclasses.dataclass(frozen=True)
+class Meant(Spoil):
+    """The same, by intent."""
+
+    exact: ClassVar[bool] = False
+
+
+def test_a_pass_that_changes_numbers_by_intent_is_given_to_the_one_device_too():
+    result = check(*targets.loss(), Plan({"fsdp": 8}, [Meant(1.5), *PLAN.passes]))
+    assert result.ok and result.alike == ("meant",)
+    assert "the original on one, with meant alone" in str(result)
+    wrong = check(*targets.loss(), Plan({"fsdp": 8}, [Meant(1.5), Spoil(1.1), *PLAN.passes]))
+    assert not wrong.ok

@@ -63,7 +63,8 @@ class Result:
     rewritten program ran on. steps: how many calls. split: inputs that lie in parts on them. changed:
     equations that the plan's passes added or took away; with none split and none changed, the original was
     compared with itself. not_finite: tensors of the original in which something is NaN or infinite,
-    which agrees with the same in the other.
+    which agrees with the same in the other. alike: the passes that change numbers by intent, which the one
+    device ran too.
     """
 
     ok: bool
@@ -80,6 +81,7 @@ class Result:
     split: int = 0
     changed: int = 0
     not_finite: int = 0
+    alike: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """As the values of JSON, which has no infinity: an error that is infinite is None."""
@@ -92,7 +94,7 @@ class Result:
         turns = f", {self.steps} steps" if self.steps > 1 else ""
         lines.append(
             f"compared   {self.compared} tensors ({self.kind}{turns}), on {_count(self.devices, 'device')} "
-            "against the original on one"
+            f"against the original on one{self._alike()}"
         )
         lines.append(
             f"plan       {_count(self.split, 'input')} in parts over the devices, "
@@ -120,6 +122,10 @@ class Result:
             lines.append("note       the plan left this program as it was: it was compared with itself")
         return "\n".join(lines)
 
+    def _alike(self) -> str:
+        """What the original was given too, since it changes numbers by intent."""
+        return f", with {' and '.join(self.alike)} alone" if self.alike else ""
+
 
 def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
@@ -141,7 +147,8 @@ def check(
     args: arrays, or ShapeDtypeStructs, for which arrays are made (`xform.targets.materialize`). steps: how
     many times a training step is run. tolerance: relative to each tensor's largest value, and taken at
     its word; by default that of the coarsest float type, with rounding excused (CONDITIONING). `progress`
-    is told what is going on. Raises PlanError where the arguments would not fit into this machine's memory.
+    is told what is going on. Passes that change numbers by intent (`exact = False`: Quantize) are given to the
+    one device too: what is compared is what the rest of the plan makes of it. Raises PlanError where the arguments would not fit into this machine's memory.
     """
     tell = progress or (lambda line: None)
     _check_memory(args)
@@ -155,7 +162,8 @@ def check(
     program = rewritten.trace(*args)
     here = jax.devices("cpu")[0] if devices is None else next(iter(devices))
     turns = steps if kind == "training step" else 1
-    original = jax.jit(fn)
+    by_intent = [p for p in plan.passes if not getattr(p, "exact", True)]
+    original = parallelize(fn, Plan({"data": 1}, by_intent), devices=[here]) if by_intent else jax.jit(fn)
     compare = _Comparison(allowed)
     tell(f"running the original on one device: {kind}")
     expected = list(_run(original, jax.device_put(args, here), turns))
@@ -176,6 +184,7 @@ def check(
         steps=turns,
         split=sum(s is not None and not s.is_fully_replicated for s in program.in_shardings),
         changed=sum(_changes(stage.before, stage.after) for stage in program.stages),
+        alike=tuple(type(p).__name__.lower() for p in by_intent),
     )
 
 
