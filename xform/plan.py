@@ -42,7 +42,8 @@ class Pass(Protocol):
 
     `stages`, a class variable, says where it acts: on the "model" (the function about to be differentiated),
     on the "step" (the whole traced function) or in the "compiler". `context` is what `xform.api` hands to a
-    pass: the mesh, the roles of the axes and the report.
+    pass: the mesh, the roles of the axes and the report. A pass that changes numbers by intent says so by a
+    class variable `exact = False`: `xform check` gives it to both programs.
     """
 
     @property
