@@ -7,8 +7,8 @@ The first prints, per device and step as compiled, for each way to lower Shard's
 bytes on the wire with their ratios to MaxText's (`rows_maxtext`; it uses splash attention too), how many
 Mosaic kernels run and how many of MaxText's do, and how many buffers have two dimensions of the texts'
 length: scores or a mask. L32K has the length of MaxText's E1 to E3, 32768, without context parallelism: one
-text a device, four times the tokens that they have on one, so that what layers take is kept on the host; its
-ratios are to E3, whose memory is the least, and are no aim. The last column has the aims that a row misses:
+text a device, four times the tokens that they have on one, so that what layers take is kept on the host, and
+the loss is a kernel too; its ratios are to E3, whose memory is the least, and are no aim. The last column has the aims that a row misses:
 temp memory at most MaxText's, as many kernels or fewer, no such buffer. Passes are `narrow` and `kernels`, or
 those of `--use`.
 
@@ -55,9 +55,8 @@ def rows(names: Sequence[str], ways: Sequence[str], uses: Sequence[str] | None) 
     for name in names:
         row = (ROWS | LONGER)[name]
         for way in ways if row.mesh else ["one chip"]:
-            passes = list(uses or ["narrow", "kernels", *([] if row.scan else ["roll"])])
-            if name in LONGER:
-                passes.append("chunkedloss")
+            kernels = "kernels:only=[attention,cross_entropy]" if name in LONGER else "kernels"
+            passes = list(uses or ["narrow", kernels, *([] if row.scan else ["roll"])])
             found = compiled(*step(row, sharded(passes, way) if row.mesh else passes))
             squares = sum(is_scores(t, row.length) for t in found.temporaries)
             cells = [
