@@ -7,10 +7,10 @@ The first prints, per device and step as compiled, for each way to lower Shard's
 bytes on the wire with their ratios to MaxText's (`rows_maxtext`; it uses splash attention too), how many
 Mosaic kernels run and how many of MaxText's do, and how many buffers have two dimensions of the texts'
 length: scores or a mask. L32K has the length of MaxText's E1 to E3, 32768, without context parallelism: one
-text a device, four times the tokens that they have on one, so that what layers take is kept on the host, and
-the loss is a kernel too; its ratios are to E3, whose memory is the least, and are no aim. The last column has the aims that a row misses:
-temp memory at most MaxText's, as many kernels or fewer, no such buffer. Passes are `narrow` and `kernels`, or
-those of `--use`.
+text a device, four times the tokens that they have on one. What layers take and what attention gives is kept
+on the host, and the loss is a kernel too; its ratios are to E3, whose memory is the least, and are no aim.
+The last column has the aims that a row misses: temp memory at most MaxText's, as many kernels or fewer, no
+such buffer. Passes are `narrow` and `kernels`, or those of `--use`.
 
 `--models` prints for each public model (`tests.public`), what is recognised in its loss, how much of it
 becomes a kernel on a TPU, and why the rest does not.
@@ -28,7 +28,7 @@ from tests.benchmarks.traffic import sharded
 from tests.public import PUBLIC
 from xform import Plan, parallelize, raised, topologies
 
-OFFLOADED = "full,offload=[decoder_layer_input]"
+OFFLOADED = "full,offload=[decoder_layer_input,context]"
 LONGER = {"L32K": Row("fsdp=16", "v5e-16", 16, OFFLOADED, 7.33, 5.06, 60.62, 407.2, length=32768)}
 CALLS = {"H1": 8, "H2": 8}
 """Mosaic kernels that MaxText's step runs; 128 in the others: four a layer."""
