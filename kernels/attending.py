@@ -60,6 +60,8 @@ def attended(r: Raised, options: Options) -> list[Lowered]:
         raise Decline("a query that may see no key tells keys apart by what hides them")
     if empty and m.mask.added and m.mask.filled > SOFT:
         raise Decline(f"a query that sees no key would see all, since the mask adds only {m.mask.filled:g}")
+    if empty and m.mask.added and m.cap is not None:
+        raise Decline("a query that may see no key moves its capped scores, to which the mask is added")
     kind = jnp.result_type(*(dtype_of(t.atom) for t in (m.q, m.k, m.v)))
     rows = jax.ShapeDtypeStruct((1, sizes["n"], sizes["g"], sizes["t"], sizes["d"]), kind)
     values_ = jax.ShapeDtypeStruct((1, sizes["n"], sizes["s"], sizes["e"]), kind)
@@ -96,7 +98,7 @@ def attended(r: Raised, options: Options) -> list[Lowered]:
         sinks = None if m.sinks is None else of(m.sinks, *"ng")
         out, lse = call(q, k, v, sinks, segments, masked.array(of, batch))
         if empty:
-            out = masked.filled(out, lse, v)
+            out = masked.filled(out, lse, q, k, v)
         out = back(out, (batch, *"ngte"), m.out.dims, sizes)
         return {out_var: out.astype(dtype_of(out_var))}
 
@@ -219,16 +221,24 @@ class _Masked:
         seen += [of(q, batch, "t")[:, :, None] == of(k, batch, "s")[:, None, :] for q, k in self.pairs]
         return functools.reduce(jnp.logical_and, seen) if seen else None
 
-    def filled(self, out: Value, lse: Value, v: Value) -> Value:
+    def filled(self, out: Value, lse: Value, q: Value, k: Value, v: Value) -> Value:
         """The result, [b, n, g, t, e], with what the program has for queries that see no key: its logits are
         all alike there, so that it takes the mean of the values; or they are all -inf, and so is nothing a
-        number.
+        number. Where the mask is added, scores are lost in it, but their derivative is not: that of a softmax
+        whose weights are all alike.
         """
         none = jnp.isneginf(lse)[..., None]
         if np.isneginf(self.m.mask.filled):
             return jnp.where(none, jnp.nan, out)
-        mean = jnp.mean(v.astype(jnp.float32), axis=2).astype(out.dtype)
-        return jnp.where(none, mean[:, :, None, None, :], out)
+        wide = v.astype(jnp.float32)
+        mean = jnp.mean(wide, axis=2, keepdims=True)
+        made = mean[:, :, None]
+        if self.m.mask.added:
+            apart = jax.lax.stop_gradient(wide - mean) * (self.m.scale / v.shape[2])
+            inner = jnp.einsum("bnsd,bnse->bnde", k.astype(jnp.float32), apart)
+            moves = jnp.einsum("bngtd,bnde->bngte", q.astype(jnp.float32), inner)
+            made = made + moves - jax.lax.stop_gradient(moves)
+        return jnp.where(none, made.astype(out.dtype), out)
 
 
 def _holds(chosen: Tensor, x: Value) -> Value:

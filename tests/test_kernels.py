@@ -116,6 +116,25 @@ def test_a_query_that_sees_no_key_gets_what_the_program_has_for_it(low: Any) -> 
     np.testing.assert_allclose(step(V), jax.grad(masked)(V), atol=5e-5)
 
 
+def test_a_mask_that_is_added_leaves_a_query_that_sees_no_key_its_derivative() -> None:
+    """Its scores are lost in what is added, their derivative is not."""
+    seen = np.ones((B, T), bool)
+    seen[0, :] = False
+    seen[1, 4:] = False
+
+    def loss(q: Any, k: Any, v: Any, seen: Any) -> Any:
+        added = jnp.where(CAUSAL & seen[:, None, :], 0.0, -1e9)[:, None]
+        return jnp.sum(jnp.sin(attend(q, k, v, bias=added)))
+
+    gradients = jax.grad(loss, (0, 1, 2))
+    program, step = on_one(gradients, Q, K, V, seen)
+    assert operations(program) == {"attention": 1, "attention_backward": 1}
+    want = gradients(Q, K, V, seen)
+    for a, b in zip(step(Q, K, V, seen), want, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5)
+    assert float(jnp.abs(want[0][0]).max()) > 1e-3
+
+
 @pytest.mark.parametrize(
     ("fn", "why"),
     [
