@@ -6,9 +6,10 @@
 
 It acts before autodiff, on a model that knows nothing of it: the product becomes one with a derivative of its
 own (`xform.quantization.training`), whose backward products take the same codes. So do products by expert
-(`ragged`) and `convolutions`, whose weights have one scale a column, and one a feature. Which product is which
-is told by what it does (`xform.tensors`): scores and the router, whose errors choose, and the head are left
-as they are unless a rule names them. What codes the backward pass reads is named "quantization" for Remat.
+(`ragged`) and `convolutions`, with scales for each column of all experts, for each feature. Which product is
+which is told by what it does (`xform.tensors`): scores and the router, whose errors choose, and the head are
+left as they are unless a rule names them. What codes the backward pass reads is named "quantization" for
+Remat.
 """
 
 from __future__ import annotations
@@ -152,8 +153,8 @@ class Quantize:
 
 
 Contracted = list[tuple[int, int | None]]
-"""Of left, right and the gradient in either backward product: the operand, and its dimension, that has as many
-numbers as blocks would be of; None: no such dimension.
+"""What each side of `Products` has contracted, in blocks if there are any: a dimension of an operand, left 0
+or right 1; None: no dimension.
 """
 Make = Callable[[Products, Any, Any], Value]
 """The product quantized, in this precision and dtype."""
@@ -186,9 +187,7 @@ def _ragged_dot(site: Site, what: str) -> tuple[Contracted, Make]:
 
 def _conv(site: Site, what: str) -> tuple[Contracted, Make]:
     if site.params["batch_group_count"] != 1:
-        raise Decline(
-            f"{what} has groups of the batch, whose rows have scales of their own: convolve each apart"
-        )
+        raise Decline(f"{what} has groups of the batch, which have no scales apart: convolve each by itself")
     window = window_of(site.params)
     return (
         [(0, None), (1, None), (1, None), (0, None)],

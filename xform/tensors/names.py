@@ -112,7 +112,7 @@ MORE_PRODUCTS = {
 
 
 def name_products(jaxpr: Jaxpr, roles: Roles) -> list[NamedProduct]:
-    """Every product of a program before autodiff (`PRODUCTS`), and every convolution, at any depth, in program
+    """Every product of a program before autodiff (`PRODUCTS`) and every convolution, at any depth, in program
     order; one body that is called from several places is listed for each. `roles` are those of `jaxpr`.
     """
     if roles.axes.jaxpr is not jaxpr:
