@@ -193,7 +193,7 @@ class _Names:
         self._attention()
         self._mlp()
         for op, p in self.projections.items():
-            if op not in self.named and "vocab" in p.free and "embed" in p.roles:
+            if op not in self.named and "vocab" in p.free and p.roles & {"embed", "channels"}:
                 self.named[op] = "logits"
 
     def _projection(self, op: Op, dot: Dot, weight: int) -> _Projection:
