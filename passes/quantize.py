@@ -161,7 +161,7 @@ Make = Callable[[Products, Any, Any], Value]
 
 
 def _dot(site: Site, what: str) -> tuple[Contracted, Make]:
-    dims = site.params["dimension_numbers"]
+    dims, (left, right) = site.params["dimension_numbers"], site.args
     free = [
         [d for d in range(len(shape_of(v))) if d not in (*dims[0][k], *dims[1][k])]
         for k, v in enumerate(site.eqn.invars[:2])
@@ -169,7 +169,7 @@ def _dot(site: Site, what: str) -> tuple[Contracted, Make]:
     along = [*zip((0, 1), dims[0], strict=True), (1, free[1]), (0, free[0])]
     return (
         [(k, ds[-1] if ds else None) for k, ds in along],
-        lambda how, precision, dtype: quantized_dot(*site.args, dims, how, precision, dtype),
+        lambda how, precision, dtype: quantized_dot(left, right, dims, how, precision, dtype),
     )
 
 
@@ -179,19 +179,20 @@ def _ragged_dot(site: Site, what: str) -> tuple[Contracted, Make]:
             f"{what} is a ragged product of other dimensions than rows x contracted, experts x "
             "contracted x columns: move them so, as lax.ragged_dot takes them"
         )
+    left, right, sizes = site.args
     return (
         [(0, 1), (1, 1), (1, 2), (0, 0)],
-        lambda how, precision, dtype: quantized_ragged_dot(*site.args, how, precision, dtype),
+        lambda how, precision, dtype: quantized_ragged_dot(left, right, sizes, how, precision, dtype),
     )
 
 
 def _conv(site: Site, what: str) -> tuple[Contracted, Make]:
     if site.params["batch_group_count"] != 1:
         raise Decline(f"{what} has groups of the batch, which have no scales apart: convolve each by itself")
-    window = window_of(site.params)
+    window, (left, right) = window_of(site.params), site.args
     return (
         [(0, None), (1, None), (1, None), (0, None)],
-        lambda how, precision, dtype: quantized_conv(*site.args, window, how, precision, dtype),
+        lambda how, precision, dtype: quantized_conv(left, right, window, how, precision, dtype),
     )
 
 
