@@ -49,6 +49,7 @@ class Window:
     feature_groups: int = 1
 
     def convolved(self, left: Value, right: Value, precision: Any = None, dtype: Any = None) -> Value:
+        """`lax.conv_general_dilated` of numbers or codes; dtype: that of sums."""
         return jax.lax.conv_general_dilated(
             left,
             right,
