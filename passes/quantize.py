@@ -5,9 +5,11 @@
                                         y[t,f] = dot_general i j * a * b
 
 It acts before autodiff, on a model that knows nothing of it: the product becomes one with a derivative of its
-own (`xform.quantization.training`), whose backward products take the same codes. Which product is which is
-told by what it does (`xform.tensors`): scores and the router, whose errors choose, and the head are left as
-they are unless a rule names them. What codes the backward pass reads is named "quantization" for Remat.
+own (`xform.quantization.training`), whose backward products take the same codes. So do products by expert
+(`ragged`) and `convolutions`, with scales for each column of all experts, for each feature. Which product is
+which is told by what it does (`xform.tensors`): scores and the router, whose errors choose, and the head are
+left as they are unless a rule names them. What codes the backward pass reads is named "quantization" for
+Remat.
 """
 
 from __future__ import annotations
@@ -16,14 +18,16 @@ import dataclasses
 import fnmatch
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from xform.context import Context
 from xform.errors import Decline, PlanError
+from xform.quantization.convolutions import quantized_conv, window_of
 from xform.quantization.products import is_float
+from xform.quantization.ragged import is_forward, quantized_ragged_dot
 from xform.quantization.recipes import RECIPES, Recipe, recipe_named
-from xform.quantization.training import quantized_dot
+from xform.quantization.training import Products, quantized_dot
 from xform.rewrite import Path, Site, rewrite
 from xform.tensors.names import MORE_PRODUCTS, NAMES, NamedProduct, name_products
 from xform.trace import Jaxpr, Value, name_stack, shape_of, source_line
@@ -124,28 +128,81 @@ class Quantize:
 
     def _quantized(self, site: Site, p: NamedProduct, recipe: Recipe, context: Context) -> Sequence[Value]:
         what = p.name or "a product"
-        if site.name != "dot_general":
-            raise Decline(f"{what} is a {site.name}, which is not quantized")
-        if not all(is_float(a.dtype) for a in site.avals):
-            raise Decline(f"{what} is of {', '.join(str(a.dtype) for a in site.avals)}, not of floats")
-        dims, how = site.params["dimension_numbers"], recipe.products(p.weight, self.seed)
-        free = [
-            [d for d in range(len(shape_of(v))) if d not in (*dims[0][k], *dims[1][k])]
-            for k, v in enumerate(site.eqn.invars[:2])
-        ]
-        contracted = [*zip((0, 1), dims[0], strict=True), (1, free[1]), (0, free[0])]
+        if not all(is_float(a.dtype) for a in site.avals[:2]):
+            raise Decline(f"{what} is of {', '.join(str(a.dtype) for a in site.avals[:2])}, not of floats")
+        contracted, make = MAKERS[site.name](site, what)
+        how = recipe.products(p.weight, self.seed)
         for (k, along), side in zip(contracted, (how.left, how.right, how.dlhs, how.drhs), strict=True):
             size = side.block or (side.format.block if side.format else 0)
-            many = shape_of(site.eqn.invars[k])[along[-1]] if along else 1
-            if side.format and size and many % size:
+            if not (side.format and size):
+                continue
+            if along is None:
+                raise Decline(
+                    f"{what} contracts no dimension that blocks could be along: give it a recipe "
+                    "without blocks by a rule"
+                )
+            many = shape_of(site.eqn.invars[k])[along]
+            if many % size:
                 raise PlanError(
                     f"quantize: blocks of {size} do not divide the {many} numbers that {what}, or its "
                     f"gradient, contracts ({site.line}): give it another recipe by a rule, or other blocks"
                 )
         (out,) = site.out_avals
-        made = quantized_dot(*site.args, dims, how, site.params["precision"], out.dtype)
+        made = make(how, site.params["precision"], out.dtype)
         context.report.did("quantize", f"{what}: {recipe}", _why(recipe), site.line or site.where)
         return [made]
+
+
+Contracted = list[tuple[int, int | None]]
+"""What each side of `Products` has contracted, in blocks if there are any: a dimension of an operand, left 0
+or right 1; None: no dimension.
+"""
+Make = Callable[[Products, Any, Any], Value]
+"""The product quantized, in this precision and dtype."""
+
+
+def _dot(site: Site, what: str) -> tuple[Contracted, Make]:
+    dims, (left, right) = site.params["dimension_numbers"], site.args
+    free = [
+        [d for d in range(len(shape_of(v))) if d not in (*dims[0][k], *dims[1][k])]
+        for k, v in enumerate(site.eqn.invars[:2])
+    ]
+    along = [*zip((0, 1), dims[0], strict=True), (1, free[1]), (0, free[0])]
+    return (
+        [(k, ds[-1] if ds else None) for k, ds in along],
+        lambda how, precision, dtype: quantized_dot(left, right, dims, how, precision, dtype),
+    )
+
+
+def _ragged_dot(site: Site, what: str) -> tuple[Contracted, Make]:
+    if not is_forward(site.params["ragged_dot_dimension_numbers"]) or len(site.avals[2].shape) != 1:
+        raise Decline(
+            f"{what} is a ragged product of other dimensions than rows x contracted, experts x "
+            "contracted x columns: move them so, as lax.ragged_dot takes them"
+        )
+    left, right, sizes = site.args
+    return (
+        [(0, 1), (1, 1), (1, 2), (0, 0)],
+        lambda how, precision, dtype: quantized_ragged_dot(left, right, sizes, how, precision, dtype),
+    )
+
+
+def _conv(site: Site, what: str) -> tuple[Contracted, Make]:
+    if site.params["batch_group_count"] != 1:
+        raise Decline(f"{what} has groups of the batch, which have no scales apart: convolve each by itself")
+    window, (left, right) = window_of(site.params), site.args
+    return (
+        [(0, None), (1, None), (1, None), (0, None)],
+        lambda how, precision, dtype: quantized_conv(left, right, window, how, precision, dtype),
+    )
+
+
+MAKERS: dict[str, Callable[[Site, str], tuple[Contracted, Make]]] = {
+    "dot_general": _dot,
+    "ragged_dot_general": _ragged_dot,
+    "conv_general_dilated": _conv,
+}
+"""What is quantized, by primitive."""
 
 
 @dataclasses.dataclass(frozen=True)

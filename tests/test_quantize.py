@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections import Counter
 from typing import Any
 
 import jax
@@ -9,6 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests.layers import f, i, picked
+from tests.test_experts import ARGS as EXPERTS
+from tests.test_experts import grouped, loss_with
 from xform import Plan, PlanError, Remat, Shard, parallelize
 from xform.higher_order import equations
 from xform.models import llama
@@ -69,6 +73,114 @@ def test_scores_can_be_quantized_when_a_rule_asks_for_it() -> None:
     }
 
 
+def gradient_of(loss: Any) -> Any:
+    return lambda *args: jax.value_and_grad(loss)(*args)
+
+
+def of_codes(program: Any, primitive: str) -> list[list[str]]:
+    """The dtypes of the operands and results of products."""
+    found = (e for e in equations(program.jaxpr) if e.primitive.name == primitive)
+    return [[str(v.aval.dtype) for v in (*e.invars[:2], *e.outvars)] for e in found]
+
+
+def test_products_by_expert_are_quantized_and_the_router_is_not() -> None:
+    program = traced(Quantize(), fn=gradient_of(loss_with(grouped)), args=EXPERTS)
+    assert set(done(program)) == {"moe_mlpwi_0", "moe_mlpwo"}
+    assert "tokens elsewhere" in left(program)["router"]
+    assert of_codes(program, "ragged_dot_general") == [["int8", "int8", "int32"]] * 6
+
+
+def test_products_by_expert_inside_a_scan_are_quantized() -> None:
+    def layers(p: Any, x: Any) -> Any:
+        return jax.lax.scan(lambda x, p: (x + grouped(p, x), None), x, p["layers"])[0]
+
+    params = {**EXPERTS[0], "layers": {k: f(3, *EXPERTS[0][k].shape) for k in ("router", "up", "down")}}
+    args = (params, *EXPERTS[1:])
+    program = traced(Quantize("fp8"), fn=gradient_of(loss_with(layers)), args=args)
+    assert set(done(program)) == {"moe_mlpwi_0", "moe_mlpwo"}
+    e4m3, e5m2 = "float8_e4m3fn", "float8_e5m2"
+    found = Counter(tuple(types[:2]) for types in of_codes(program, "ragged_dot_general"))
+    assert found == {(e4m3, e4m3): 2, (e5m2, e4m3): 2, (e4m3, e5m2): 2}
+
+
+def test_a_ragged_product_of_other_dimensions_is_left_alone_and_says_so() -> None:
+    numbers = jax.lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), (0,), (0,))
+
+    def turned(p: Any, x: Any) -> Any:
+        flat, scores = x.reshape(-1, 24), jax.nn.softmax(x.reshape(-1, 24) @ p["router"])
+        chosen = jnp.argmax(scores, -1)
+        order, sizes = jnp.argsort(chosen), jnp.bincount(chosen, length=8).astype(jnp.int32)
+        hidden = jax.lax.ragged_dot_general(flat[order], p["up"].swapaxes(1, 2), sizes, numbers)
+        made = jax.lax.ragged_dot(jnp.tanh(hidden), p["down"], sizes)
+        return (made[jnp.argsort(order)] * scores.max(-1, keepdims=True)).reshape(x.shape)
+
+    program = traced(Quantize(), fn=gradient_of(loss_with(turned)), args=EXPERTS)
+    assert set(done(program)) == {"moe_mlpwo"}
+    (why,) = [why for why in left(program).values() if "ragged product" in why]
+    assert "as lax.ragged_dot takes them" in why
+
+
+def convolved(x: Any, w: Any, **more: Any) -> Any:
+    return jax.lax.conv_general_dilated(
+        x, w, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), **more
+    )
+
+
+def seen(p: Any, images: Any, labels: Any) -> Any:
+    hidden = jax.nn.relu(convolved(jax.nn.relu(convolved(images, p["first"])), p["second"]))
+    return picked(hidden.mean((1, 2)) @ p["head"], labels)
+
+
+IMAGES = ({"first": f(3, 3, 5, 6), "second": f(3, 2, 6, 7), "head": f(7, 11)}, f(8, 9, 7, 5), i(8))
+
+
+def test_convolutions_with_weights_are_quantized() -> None:
+    program = traced(Quantize(), fn=gradient_of(seen), args=IMAGES)
+    assert set(done(program)) == {"conv"}
+    assert of_codes(program, "conv_general_dilated") == [["int8", "int8", "int32"]] * 6
+    assert "the head's errors" in left(program)["logits"]
+
+
+def test_a_convolution_is_chosen_by_its_name_or_its_weight() -> None:
+    def found(*args: Any) -> list[list[str]]:
+        products = of_codes(
+            traced(Quantize(*args), fn=gradient_of(seen), args=IMAGES), "conv_general_dilated"
+        )
+        return [types for types in products if "int8" in types]
+
+    assert found("none", {"param:second": "int8_forward"}) == [["int8", "int8", "int32"]]
+    assert not found("int8", {"conv": "none", "logits": "int8"})
+
+
+def test_a_convolution_of_two_activations_is_no_product_with_a_weight() -> None:
+    def pairs(p: Any, images: Any, labels: Any) -> Any:
+        each = jax.vmap(lambda x: convolved(x[None], x[:3, :3, :, None]))(images)
+        return picked(each.mean((1, 2, 3)) + convolved(images, p["first"]).mean((1, 2)) @ p["head"], labels)
+
+    params = {"first": f(3, 3, 5, 6), "head": f(6, 11)}
+    program = traced(Quantize(), fn=gradient_of(pairs), args=(params, *IMAGES[1:]))
+    assert "told to be a weight" in left(program)["conv"] and "conv" in done(program)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "more", "said"),
+    [
+        ("nf4_weights", {}, "no dimension that blocks could be along"),
+        ("int8", {"batch_group_count": 2}, "groups of the batch"),
+    ],
+)
+def test_a_convolution_that_cannot_be_quantized_says_why(recipe: str, more: Any, said: str) -> None:
+    def loss(p: Any, images: Any, labels: Any) -> Any:
+        hidden = jax.nn.relu(convolved(images, p["first"], **more)).mean((1, 2))
+        logits = jnp.tile(hidden, (8 // len(hidden), 1)) @ p["head"]
+        return picked(logits, labels)
+
+    params = {"first": f(3, 3, 5, 6), "head": f(6, 64)}
+    rules = {"param:head": "int8"}
+    program = traced(Quantize(recipe, rules=rules), fn=gradient_of(loss), args=(params, *IMAGES[1:]))
+    assert said in " ".join(left(program).values())
+
+
 def test_a_recipe_of_the_plans_own_differs_from_its_base_in_what_it_says() -> None:
     own = {"mine": {"base": "int8", "block": 16, "gradients": "", "weights_calibration": "rms,3"}}
     found = done(traced(Quantize("mine", recipes=own)))
@@ -113,40 +225,126 @@ def layer(params: Any, tokens: Any, t: Any) -> Any:
     return value, h, grads
 
 
-RNG = np.random.default_rng(0)
-LAYER = (
-    {
-        "table": RNG.normal(size=(40, 16)).astype(np.float32),
-        "up": RNG.normal(size=(16, 24)).astype(np.float32),
-    },
-    RNG.integers(0, 40, size=(8, 6)).astype(np.int32),
-    RNG.normal(size=(8, 6, 24)).astype(np.float32),
-)
+def experts(params: Any, tokens: Any, t: Any) -> Any:
+    """The same by expert."""
 
+    def loss(params: Any) -> Any:
+        x = params["table"][tokens].reshape(-1, 16)
+        chosen = jnp.argmax(jax.lax.stop_gradient(x @ params["router"]), -1)
+        sizes = jnp.bincount(chosen, length=4).astype(jnp.int32)
+        h = jax.lax.ragged_dot(x[jnp.argsort(chosen)], params["up"], sizes)
+        return jnp.sum(h * t.reshape(h.shape)), h
+
+    (value, h), grads = jax.value_and_grad(loss, has_aux=True)(params)
+    return value, h, grads
+
+
+def images(params: Any, pixels: Any, labels: Any, t: Any) -> Any:
+    """A convolution; what comes of it only shows which dimension are the examples."""
+
+    def loss(params: Any) -> Any:
+        h = convolved(pixels, params["up"])
+        logits = jax.lax.stop_gradient(h.mean((1, 2))) @ params["head"]
+        return jnp.sum(h * t) + picked(logits, labels), h
+
+    (value, h), grads = jax.value_and_grad(loss, has_aux=True)(params)
+    return value, h, grads
+
+
+RNG = np.random.default_rng(0)
+
+
+def normal(*shape: int) -> Any:
+    return RNG.normal(size=shape).astype(np.float32)
+
+
+TOKENS = RNG.integers(0, 40, size=(8, 6)).astype(np.int32)
+ON_MESHES: dict[str, tuple[Any, Any]] = {
+    "dot": (layer, ({"table": normal(40, 16), "up": normal(16, 24)}, TOKENS, normal(8, 6, 24))),
+    "ragged": (
+        experts,
+        (
+            {"table": normal(40, 16), "router": normal(16, 4), "up": normal(4, 16, 24)},
+            TOKENS,
+            normal(8, 6, 24),
+        ),
+    ),
+    "conv": (
+        images,
+        (
+            {"up": normal(3, 3, 8, 16), "head": normal(16, 10)},
+            normal(16, 9, 14, 8),
+            RNG.integers(0, 10, size=16).astype(np.int32),
+            normal(16, 5, 7, 16),
+        ),
+    ),
+}
 MESHES = {
     "fsdp": {"fsdp": 8},
     "fsdp and tensor": {"fsdp": 4, "tensor": 2},
     "data, fsdp, tensor": {"data": 2, "fsdp": 2, "tensor": 2},
 }
+CODED = [
+    *(("dot", mesh, recipe) for mesh in MESHES for recipe in ("int8", "fp8")),
+    *(("ragged", mesh, "int8") for mesh in MESHES),
+    ("ragged", "fsdp and tensor", "fp8"),
+    *(("conv", mesh, "int8") for mesh in MESHES),
+    ("conv", "fsdp and tensor", "fp8"),
+]
 
 
-@pytest.mark.parametrize("recipe", ["int8", "fp8"])
-@pytest.mark.parametrize("collectives", ["explicit", "auto"])
-@pytest.mark.parametrize("mesh", MESHES)
-def test_codes_are_the_same_on_any_mesh(mesh: str, collectives: Any, recipe: str) -> None:
-    """A scale is that of the whole array, over all devices that have a part of what shares it.
+def wider(recipe: str) -> Quantize:
+    """Of `up`, by a recipe with ranges a little wider than the largest magnitude.
 
     With absmax alone the largest magnitude would lie on the border of two integers, and how the compiler
     spells a division (x * (1 / s) is another number) would decide between them.
     """
-    wider = {f"{each}_calibration": "absmax,1.01" for each in ("activations", "weights", "gradients")}
-    own = {"wider": {"base": recipe, **wider}}
-    quantize = Quantize("none", rules={"param:up": "wider"}, recipes=own)
-    one = parallelize(layer, Plan({"data": 1}, [quantize]), devices=jax.devices()[:1])(*LAYER)
-    plan = Plan(MESHES[mesh], [quantize, Shard(collectives=collectives)])
-    found = parallelize(layer, plan)(*LAYER)
+    calibrations = {f"{each}_calibration": "absmax,1.01" for each in ("activations", "weights", "gradients")}
+    return Quantize("none", rules={"param:up": "wider"}, recipes={"wider": {"base": recipe, **calibrations}})
+
+
+@pytest.mark.parametrize("collectives", ["explicit", "auto"])
+@pytest.mark.parametrize(("what", "mesh", "recipe"), CODED)
+def test_codes_are_the_same_on_any_mesh(what: str, mesh: str, recipe: str, collectives: Any) -> None:
+    """A scale is that of the whole array, over all devices that have a part of what shares it."""
+    fn, args = ON_MESHES[what]
+    one = parallelize(fn, Plan({"data": 1}, [wider(recipe)]), devices=jax.devices()[:1])(*args)
+    plan = Plan(MESHES[mesh], [wider(recipe), Shard(collectives=collectives)])
+    found = parallelize(fn, plan)(*args)
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(found), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5 * float(np.abs(a).max()))
+
+
+def in_bfloat16(args: Any) -> Any:
+    def cast(x: Any) -> Any:
+        return jax.ShapeDtypeStruct(x.shape, jnp.bfloat16 if x.dtype == np.float32 else x.dtype)
+
+    return jax.tree.map(cast, args)
+
+
+SUMS = ("psum", "reduce_scatter")
+
+
+@pytest.mark.parametrize("mesh", [*MESHES, "data and tensor"])
+@pytest.mark.parametrize("what", ["ragged", "conv"])
+def test_sums_of_products_by_expert_and_of_convolutions_go_as_floats(what: str, mesh: str) -> None:
+    fn, args = ON_MESHES[what]
+    axes = MESHES.get(mesh, {"data": 2, "tensor": 4})
+    passes = [wider("int8"), Shard(collectives="explicit")]
+    program = traced(*passes, mesh=axes, fn=fn, args=in_bfloat16(args))
+    sums = set().union(*(moved(program, name) for name in SUMS))
+    assert sums == {"bfloat16"}
+    if what == "ragged" and "fsdp" in axes:
+        assert "int8" in moved(program, "all_gather")
+
+
+def test_terms_of_what_experts_contract_over_devices_are_summed_as_floats() -> None:
+    args = in_bfloat16(EXPERTS)
+    passes = [Quantize(), Shard(collectives="explicit")]
+    fn = gradient_of(loss_with(grouped))
+    program = traced(*passes, mesh={"data": 2, "tensor": 4}, fn=fn, args=args)
+    sums = set().union(*(moved(program, name) for name in SUMS))
+    assert "bfloat16" in sums and "int32" not in sums
 
 
 def moved(program: Any, primitive: str) -> set[str]:

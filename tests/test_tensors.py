@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.layers import TOKENS, attention, f, language_model
+from tests.layers import TOKENS, attention, f, i, language_model, picked
 from tests.public import PUBLIC
 from xform.axes import find_axes
 from xform.higher_order import bodies
@@ -16,6 +16,7 @@ from xform.models import encoder_decoder, gpt2, llama
 from xform.roles import Roles, find_roles
 from xform.roles.evidence import Evidence
 from xform.tensors import PRODUCTS, Place, describe_tensors, name_tensors, tensor_rows
+from xform.tensors.names import name_products
 from xform.trace import Jaxpr
 
 
@@ -415,6 +416,21 @@ def test_a_tensor_is_named_behind_its_bias_and_its_cast() -> None:
     assert found["mlpwi"].primitive.name == "dot_general"
     assert found["mlpwo"].primitive.name == "convert_element_type"
     assert found["mlpwo"].outvars[0].aval.dtype == jnp.bfloat16
+
+
+def test_convolutions_are_listed_with_their_weights_and_what_follows_them_makes_logits() -> None:
+    def loss(p: Any, images: Any, labels: Any) -> Any:
+        x = jax.lax.conv_general_dilated(images, p[0], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC"))
+        x = jax.lax.conv_general_dilated(jax.nn.relu(x), jnp.flip(p[1]), (2,), "SAME")
+        return picked(x.mean(2) @ p[2], labels)
+
+    jaxpr = jax.make_jaxpr(loss)((f(3, 5, 7), f(6, 7, 3), f(6, 11)), f(4, 7, 5), i(4))
+    found = name_products(jaxpr, find_roles(find_axes(jaxpr)))
+    assert [(p.name, p.weight, p.inputs) for p in found] == [
+        ("conv", 1, (0,)),
+        ("conv", 1, (1,)),
+        ("logits", 1, (2,)),
+    ]
 
 
 def test_what_is_no_layer_has_no_names() -> None:

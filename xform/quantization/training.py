@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -50,6 +50,7 @@ class Side:
     anew: bool = False
 
     def how(self, ndim: int, contracted: Sequence[int]) -> How:
+        """contracted: the dimensions along which numbers share a scale; blocks are of the last one."""
         assert self.format is not None
         size = self.block or self.format.block
         blocks = ((contracted[-1], size),) if size and contracted else ()
@@ -76,7 +77,7 @@ def quantized_dot(
     """`lax.dot_general` of floats, quantized. dtype: of the result; by default theirs."""
     dims = _hashable(dims)
     found = tuple(
-        measured(x, side.how(x.ndim, contracted)) if _quantizes(side, x) else None
+        range_of(x, side, contracted)
         for x, side, contracted in zip((left, right), (how.left, how.right), dims[0], strict=True)
     )
     return _dot(left, right, found, dims, how, precision, dtype)
@@ -86,11 +87,21 @@ def _hashable(dims: Dims) -> Any:
     return tuple(tuple(tuple(int(d) for d in each) for each in pair) for pair in dims)
 
 
-def _quantizes(side: Side, x: Value) -> bool:
-    return side.format is not None and is_float(x.dtype)
+def range_of(x: Value, side: Side, contracted: Sequence[int]) -> Range | None:
+    """The range of an operand; None where it is not quantized."""
+    return measured(x, side.how(x.ndim, contracted)) if side.format and is_float(x.dtype) else None
 
 
 Ranges = tuple[Range | None, Range | None]
+"""Of both operands."""
+
+
+def operand(x: Value, side: Side, contracted: Sequence[int], found: Range | None) -> Operand:
+    """An operand as its product takes it: codes and scales, under their name, where it has a range."""
+    if found is None:
+        return x
+    made = quantized(x, side.how(x.ndim, contracted), found)
+    return jax.tree.map(lambda v: checkpoint_name(v, NAME), made)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
@@ -103,53 +114,81 @@ def _dot(
 def _forward(
     left: Value, right: Value, found: Ranges, dims: Dims, how: Products, precision: Any, dtype: Any
 ) -> tuple[Value, Any]:
-    operands: list[Operand] = []
-    for x, side, own, contracted in zip((left, right), (how.left, how.right), found, dims[0], strict=True):
-        if own is None or side.format is None:
-            operands.append(x)
-        else:
-            made = quantized(x, side.how(x.ndim, contracted), own)
-            operands.append(jax.tree.map(lambda v: checkpoint_name(v, NAME), made))
-    out = product(operands[0], operands[1], dims, precision, dtype)
-    kept = tuple(_kept(*each) for each in zip((left, right), operands, (how.left, how.right), strict=True))
-    return out, (*kept, found)
+    a = operand(left, how.left, dims[0][0], found[0])
+    b = operand(right, how.right, dims[0][1], found[1])
+    out = product(a, b, dims, precision, dtype)
+    return out, (kept(left, a, how.left), kept(right, b, how.right), found)
 
 
-def _kept(x: Value, made: Operand, side: Side) -> tuple[Value | None, Operand | None]:
+Kept = tuple[Value | None, Operand | None]
+
+
+def kept(x: Value, made: Operand, side: Side) -> Kept:
     """What of an operand the backward pass takes: the floats, the codes, or both."""
     codes = isinstance(made, Quantized) and not made.blocks() and made.zero is None
     floats = not codes or not side.calibration.covers_all
     return (x if floats else None), (made if codes else None)
 
 
-def _backward(dims: Dims, how: Products, precision: Any, dtype: Any, kept: Any, dy: Value) -> tuple[Any, ...]:
-    (left, left_codes), (right, right_codes), found = kept
-    own = [left if left_codes is None else left_codes, right if right_codes is None else right_codes]
+def _backward(
+    dims: Dims, how: Products, precision: Any, dtype: Any, saved: Any, dy: Value
+) -> tuple[Any, ...]:
+    left, right, found = saved
+    own = [taken(left), taken(right)]
     ndims = [(x.codes if isinstance(x, Quantized) else x).ndim for x in own]
     grads = []
     for k, side in ((0, how.dlhs), (1, how.drhs)):
         numbers, order = _backward_dims(dims, ndims, k)
         grads.append(jax.lax.transpose(_gradient(dy, own[1 - k], numbers, side, how.seed, precision), order))
-    for k, (x, side) in enumerate(((left, how.left), (right, how.right))):
-        if found[k] is not None and not side.calibration.covers_all:
-            grads[k] = _within(grads[k], x, found[k])
-    types = [x.scale.dtype if isinstance(x, Quantized) else x.dtype for x in own]
-    return grads[0].astype(types[0]), grads[1].astype(types[1]), (None, None)
+    first = straight_through(grads[0], left, found[0], how.left)
+    return first, straight_through(grads[1], right, found[1], how.right), (None, None)
+
+
+def taken(saved: Kept) -> Operand:
+    """The operand that a backward product takes: the codes, where there are some."""
+    floats, codes = saved
+    return floats if codes is None else codes
+
+
+def straight_through(gradient: Value, saved: Kept, found: Range | None, side: Side) -> Value:
+    """The gradient of what was quantized, in its dtype: none where a calibration cut numbers off."""
+    own = taken(saved)
+    if found is not None and not side.calibration.covers_all:
+        assert saved[0] is not None
+        gradient = _within(gradient, saved[0], found)
+    return gradient.astype(own.scale.dtype if isinstance(own, Quantized) else own.dtype)
 
 
 def _gradient(dy: Value, other: Operand, dims: Dims, side: Side, seed: int, precision: Any) -> Value:
-    made: Operand = dy
-    if side.format is not None and is_float(dy.dtype):
-        if isinstance(other, Quantized) and other.format.table:
-            other = whole(other)
-        if isinstance(other, Quantized):
-            dy = along(jnp.multiply, dy, _as_left(other.scale, dims, dy.ndim))
-            other = other.codes
-        made = quantized(dy, side.how(dy.ndim, dims[0][0]), seed=seed)
-        if side.anew and not isinstance(other, Quantized) and is_float(other.dtype):
-            plain = dataclasses.replace(side, round="nearest")
-            other = quantized(other, plain.how(other.ndim, dims[0][1]))
+    made, other = gradient_operands(
+        dy, other, side, dims[0], seed, lambda scale: _as_left(scale, dims, dy.ndim)
+    )
     return product(made, other, dims, precision)
+
+
+def gradient_operands(
+    dy: Value,
+    other: Operand,
+    side: Side,
+    contracted: tuple[Sequence[int], Sequence[int]],
+    seed: int,
+    as_dy: Callable[[Value], Value],
+) -> tuple[Operand, Operand]:
+    """The gradient that comes in and the other operand, as a backward product takes them. contracted: where
+    numbers of each share a scale. as_dy: the other's scale, in the dimensions of the gradient.
+    """
+    if side.format is None or not is_float(dy.dtype):
+        return dy, other
+    if isinstance(other, Quantized) and other.format.table:
+        other = whole(other)
+    if isinstance(other, Quantized):
+        dy = along(jnp.multiply, dy, as_dy(other.scale))
+        other = other.codes
+    made = quantized(dy, side.how(dy.ndim, contracted[0]), seed=seed)
+    if side.anew and is_float(other.dtype):
+        plain = dataclasses.replace(side, round="nearest")
+        other = quantized(other, plain.how(other.ndim, contracted[1]))
+    return made, other
 
 
 def _as_left(scale: Value, dims: Dims, ndim: int) -> Value:

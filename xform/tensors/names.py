@@ -63,6 +63,7 @@ FINISHES = frozenset({"add", "mul", "convert_element_type", "reshape", "transpos
 """What may stand between a product and its tensor: a bias, a cast."""
 
 PRODUCTS = frozenset({"dot_general", "ragged_dot_general"})
+CONVOLUTION = "conv_general_dilated"
 LENGTHS = frozenset({"length", "kv_length"})
 
 _NONLINEAR = """
@@ -102,13 +103,17 @@ class NamedProduct:
     inputs: tuple[int, ...] = ()
 
 
-MORE_PRODUCTS = {"scores": "scores of attention", "router": "scores of experts"}
+MORE_PRODUCTS = {
+    "scores": "scores of attention",
+    "router": "scores of experts",
+    "conv": "a convolution",
+}
 """What products may be besides."""
 
 
 def name_products(jaxpr: Jaxpr, roles: Roles) -> list[NamedProduct]:
-    """Every product of a program before autodiff (`PRODUCTS`), at any depth, in program order; one body that
-    is called from several places is listed for each. `roles` are those of `jaxpr`.
+    """Every product of a program before autodiff (`PRODUCTS`) and every convolution, at any depth, in program
+    order; one body that is called from several places is listed for each. `roles` are those of `jaxpr`.
     """
     if roles.axes.jaxpr is not jaxpr:
         raise ValueError("the roles are of another program")
@@ -178,17 +183,17 @@ class _Names:
         for op in self.flow.ops:
             if op.name in PRODUCTS and op.eqn is not None:
                 dot = dots[id(op.scope), *map(id, op.eqn.invars[:2])]
-                left, right = op.ins[:2]
-                if left.data and right.data:
+                weight = _weight(op)
+                if all(v.data for v in op.ins[:2]):
                     self.products[op] = dot
-                elif (left.data and right.weight) or (right.data and left.weight):
-                    self.projections[op] = self._projection(op, dot, 1 if left.data else 0)
+                elif weight is not None:
+                    self.projections[op] = self._projection(op, dot, weight)
         self.stops = self.products.keys() | self.projections.keys()
         self.scores: set[Op] = set()
         self._attention()
         self._mlp()
         for op, p in self.projections.items():
-            if op not in self.named and "vocab" in p.free and "embed" in p.roles:
+            if op not in self.named and "vocab" in p.free and p.roles & {"embed", "channels"}:
                 self.named[op] = "logits"
 
     def _projection(self, op: Op, dot: Dot, weight: int) -> _Projection:
@@ -217,6 +222,10 @@ class _Names:
         """As `name_products`."""
         inputs = {id(value): i for i, value in enumerate(self.flow.inside[()])}
         for op in self.flow.ops:
+            if op.name == CONVOLUTION:
+                weight = _weight(op)
+                made_of = () if weight is None else tuple(_inputs(op.ins[weight], inputs))
+                yield NamedProduct(op.path, op.index, "conv", weight, made_of)
             if op.name not in PRODUCTS:
                 continue
             name = self.named.get(op, "scores" if op in self.scores else "")
@@ -377,6 +386,14 @@ class _Names:
                 for r, v in enumerate(eqn.outvars):
                     if v in carried:
                         self.inputs.setdefault((stack.path, i, r), "decoder_layer_input")
+
+
+def _weight(op: Op) -> int | None:
+    """Which operand of a product is a weight, where the other is of data."""
+    left, right = op.ins[:2]
+    if left.data == right.data or not (right if left.data else left).weight:
+        return None
+    return 1 if left.data else 0
 
 
 def _inputs(value: Value, numbers: Mapping[int, int]) -> list[int]:
