@@ -1,0 +1,99 @@
+"""Whether a product is worth quantizing on a chip: what of it one device has, by the plan's rules, and what
+that takes (`costs`).
+
+    16 x 2048 tokens, 4096 x 11008, fsdp 16     ->     2048 tokens, 4096 x 11008, a 16th of which is encoded
+
+Codes of weights travel, so that a device encodes its own part of one. An operand that several products take
+is encoded once for all of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from xform.axes import Scope
+from xform.errors import Decline
+from xform.plans.rules import ways
+from xform.quantization import costs
+from xform.quantization.training import Products
+from xform.roles import Roles
+from xform.roles.logical import logical_names
+from xform.topologies import Kind
+from xform.trace import Atom, JaxprEqn, shape_of
+
+MARGIN = 1.05
+"""How much longer than floats a quantized product may take by estimate before it is left alone: closer, the
+estimate cannot tell.
+"""
+
+
+def sizes_of(
+    roles: Roles,
+    scope: Scope,
+    eqn: JaxprEqn,
+    weight: int | None,
+    mesh: Mapping[str, int],
+    shared: Sequence[int] = (1, 1),
+) -> costs.Sizes:
+    """Of a `dot_general`. shared: among how many products each operand is."""
+    left, right = eqn.invars[:2]
+    (out,) = eqn.outvars
+    contracted = eqn.params["dimension_numbers"][0][0]
+
+    def parts(v: Atom, dims: Sequence[int] | None = None) -> int:
+        named = logical_names(roles, scope, v)
+        return ways([named[d].name or "" for d in (range(len(named)) if dims is None else dims)], mesh)
+
+    def numbers(v: Atom) -> float:
+        return math.prod(shape_of(v)) / parts(v)
+
+    activation = left if weight != 0 else right
+    along = contracted if weight != 0 else eqn.params["dimension_numbers"][0][1]
+    summed = math.prod(shape_of(activation)[d] for d in along) / parts(activation, along)
+    result = numbers(out)
+    multiplied = result * summed
+    # A weight is whole where it is multiplied, but for what the result, or what is summed, lies over.
+    taken = [numbers(left), numbers(right)]
+    if weight is not None:
+        rows = max(1.0, numbers(activation) / summed)
+        taken[weight] = min(math.prod(shape_of(eqn.invars[weight])), multiplied / rows)
+    encoded = [numbers(v) / n for v, n in zip((left, right), shared, strict=True)]
+    nbytes = [int(v.aval.dtype.itemsize) for v in (left, right, out)]
+    return costs.Sizes(
+        multiplied,
+        (taken[0], taken[1], result),
+        (encoded[0], encoded[1]),
+        (nbytes[0], nbytes[1], nbytes[2]),
+        1 if weight is None else weight,
+    )
+
+
+def check_pays(kind: Kind, sizes: costs.Sizes, how: Products) -> None:
+    """Raises Decline, with the estimates, for a product that takes longer quantized than in floats. Weights
+    alone are quantized for the sake of memory and of what is sent, and not weighed.
+    """
+    if how.left.format is None or how.right.format is None:
+        return
+    trained = costs.is_trained(how)
+    plain, codes = costs.in_floats(kind, sizes, trained), costs.quantized(kind, sizes, how)
+    if codes <= MARGIN * plain:
+        return
+    why = f"left in float: {_time(codes)} against {_time(plain)}"
+    if (lack := lacking(kind, how)) is not None:
+        why += f", as {lack}"
+    raise Decline(f"{why}; force = true, or a rule, quantizes it all the same")
+
+
+def lacking(kind: Kind, how: Products) -> str | None:
+    """Why a chip multiplies these no faster than bfloat16; None: it does."""
+    units = costs.forward_units(how)
+    if not units:
+        return "its codes are made floats again before they are multiplied"
+    if costs.peak(kind, units) <= kind.peak_flops:
+        return f"{kind.name} multiplies {units} no faster than bfloat16"
+    return None
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms" if seconds >= 1e-4 else f"{seconds * 1e6:.1f} us"
