@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from xform import Plan, PlanError, Remat, Shard, parallelize
+from xform import Plan, PlanError, Remat, Shard, parallelize, topologies
 from xform.higher_order import equations
 from xform.models import llama
 from xform.passes.quantize import Quantize
@@ -97,6 +97,39 @@ def test_a_recipe_of_the_plans_own_differs_from_its_base_in_what_it_says() -> No
 def test_an_option_that_cannot_be_is_an_error_that_says_what_can(options: Any, said: str) -> None:
     with pytest.raises(PlanError, match=re.compile(said, re.DOTALL)):
         traced(Quantize(**options))
+
+
+# ---------------------------------------------------------------- where it costs time
+
+
+def on_tpu(name: str, quantize: Quantize, fn: Any = STEP, args: Any = ARGS) -> Any:
+    devices = topologies.parse(name).devices()
+    return parallelize(fn, Plan({"data": len(devices)}, [quantize]), devices=devices).trace(*args)
+
+
+def test_what_takes_a_tpu_longer_is_left_in_float_unless_forced_or_named() -> None:
+    program = on_tpu("v5e-4", Quantize())
+    assert not done(program) and set(left(program)) >= ALL
+    assert re.match(r"left in float: [\d.]+ us against [\d.]+ us; force", left(program)["mlpwo"])
+    assert set(done(on_tpu("v5e-4", Quantize(force=True)))) == ALL
+    assert set(done(on_tpu("v5e-4", Quantize(rules={"mlpwo": "int8"})))) == {"mlpwo"}
+
+
+def test_weights_alone_are_quantized_for_memory_and_not_weighed() -> None:
+    assert set(done(on_tpu("v5e-4", Quantize("int8_weights")))) == ALL
+
+
+def test_large_products_pay_on_a_tpu_and_eight_bit_floats_only_where_it_has_units_for_them() -> None:
+    def large(tokens: int, features: int) -> tuple[Any, ...]:
+        make = jax.ShapeDtypeStruct
+        weights = {"table": make((40, 8192), jnp.bfloat16), "up": make((8192, features), jnp.bfloat16)}
+        return weights, make((16, tokens), jnp.int32), make((16, tokens, features), jnp.bfloat16)
+
+    paid = [done(on_tpu("v5e-1", Quantize(), layer, large(*sizes))) for sizes in ((8, 512), (1024, 32768))]
+    assert [len(found) for found in paid] == [0, 1]
+    said = left(on_tpu("v5e-1", Quantize("fp8"), layer, large(1024, 32768)))
+    assert any("v5e multiplies fp8 no faster than bfloat16" in why for why in said.values())
+    assert done(on_tpu("tpu7x:2x2x1", Quantize("fp8"), layer, large(8192, 32768)))
 
 
 # ---------------------------------------------------------------- on several devices

@@ -128,13 +128,13 @@ MAXTEXT_RULES: tuple[Rule, ...] = (
 """The base rules, in MaxText's order."""
 
 
-def ways(names: Sequence[str], sizes: Mapping[str, int]) -> int:
+def ways(names: Sequence[str], sizes: Mapping[str, int], taken: Sequence[str] = ()) -> int:
     """Over how many devices of a mesh, given as sizes by axis, an array with dimensions of these names lies
-    by the base rules, the first of each name.
+    by the base rules, the first of each name. taken: names that have taken their axes before.
     """
     first = dict(reversed(MAXTEXT_RULES))
-    axes = {axis for name in names for axis in first.get(name, ())}
-    return math.prod(sizes.get(axis, 1) for axis in axes)
+    axes, before = ({axis for name in given for axis in first.get(name, ())} for given in (names, taken))
+    return math.prod(sizes.get(axis, 1) for axis in axes - before)
 
 
 @dataclasses.dataclass(frozen=True)

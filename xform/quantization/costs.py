@@ -61,8 +61,16 @@ SHARES["v4"], SHARES["tpu7x"] = SHARES["v5p"], SHARES["v6e"]
 those of the chip that is built most alike.
 """
 
-SETUP = 2e3
+SETUP = 2.5e3
 """Cycles that each pass takes beside."""
+
+RESIDENT = 2**26
+"""Bytes of an operand that stays in the chip's memory. Where both have more, they are read again for blocks
+of the result.
+"""
+
+BLOCK = 1536
+"""Rows and columns of such a block."""
 
 PASSES = {"absmax": 1, "minmax": 1, "rms": 1, "percentile": 100, "fixed": 0}
 """How often an operand is read for its range, by calibration: a percentile sorts."""
@@ -76,12 +84,12 @@ def in_floats(kind: Kind, sizes: Sizes, trained: bool) -> float:
     return sum(_product(kind, sizes, result, "") for result in ((2, 0, 1) if trained else (2,)))
 
 
-def quantized(kind: Kind, sizes: Sizes, how: Products) -> float:
-    """Seconds for the same, quantized, with the gradients where they are."""
+def quantized(kind: Kind, sizes: Sizes, how: Products, trained: bool) -> float:
+    """Seconds for the same, quantized."""
     sides = (how.left, how.right)
     total = _product(kind, sizes, 2, forward_units(how))
     total += sum(_encoded(kind, sizes, k, side) for k, side in enumerate(sides))
-    if not is_trained(how):
+    if not trained:
         return total
     gradients = (how.dlhs, how.drhs)
     for k, (gradient, other) in enumerate(zip(gradients, (how.right, how.left), strict=True)):
@@ -89,7 +97,9 @@ def quantized(kind: Kind, sizes: Sizes, how: Products) -> float:
         if gradient.anew and (other.format is None or _is_in_blocks(other)):
             total += _encoded(kind, sizes, 1 - k, dataclasses.replace(gradient, round="nearest"))
     formats = [g for g in gradients if g.format is not None]
-    ranges = max((PASSES[g.calibration.method] for g in formats), default=0)
+    if not formats:
+        return total
+    ranges = max(PASSES[g.calibration.method] for g in formats)
     codes = BOTH if len(formats) == 2 else 1
     return total + (ranges + codes) * _pass(kind, sizes.numbers[2] * sizes.nbytes[2])
 
@@ -149,10 +159,13 @@ def _product(kind: Kind, sizes: Sizes, result: int, units: str) -> float:
     rate = peak(kind, units)
     if rate == kind.peak_int8 != kind.peak_flops:
         rate *= share.tokens if result == sizes.weight else share.int8
-    taken = [] if units else [k for k in (0, 1, 2) if k != result]
+    taken = [] if units else [sizes.numbers[k] * sizes.nbytes[k] for k in (0, 1, 2) if k != result]
+    read = float(sum(taken))
+    if taken and min(taken) > RESIDENT:
+        read = max(read, 2 * sizes.multiplied * min(sizes.nbytes) / BLOCK)
     parts = (
         2 * sizes.multiplied / rate,
-        sum(sizes.numbers[k] * sizes.nbytes[k] for k in taken) / (share.read * kind.bandwidth),
+        read / (share.read * kind.bandwidth),
         sizes.numbers[result] * sizes.nbytes[result] / (share.write * kind.bandwidth),
     )
     longest = max(parts)

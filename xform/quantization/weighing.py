@@ -41,23 +41,26 @@ def sizes_of(
     (out,) = eqn.outvars
     contracted = eqn.params["dimension_numbers"][0][0]
 
-    def parts(v: Atom, dims: Sequence[int] | None = None) -> int:
+    def names(v: Atom, dims: Sequence[int] | None = None) -> list[str]:
         named = logical_names(roles, scope, v)
-        return ways([named[d].name or "" for d in (range(len(named)) if dims is None else dims)], mesh)
+        return [named[d].name or "" for d in (range(len(named)) if dims is None else dims)]
 
     def numbers(v: Atom) -> float:
-        return math.prod(shape_of(v)) / parts(v)
+        return math.prod(shape_of(v)) / ways(names(v), mesh)
 
     activation = left if weight != 0 else right
     along = contracted if weight != 0 else eqn.params["dimension_numbers"][0][1]
-    summed = math.prod(shape_of(activation)[d] for d in along) / parts(activation, along)
+    free = [d for d in range(len(shape_of(activation))) if d not in along]
+    # What is summed is together where the result lies over the same axes, and of a weight all that the device
+    # multiplies is.
+    rest = ways(names(activation, along), mesh, names(out))
+    summed = math.prod(shape_of(activation)[d] for d in along) / rest
     result = numbers(out)
     multiplied = result * summed
-    # A weight is whole where it is multiplied, but for what the result, or what is summed, lies over.
     taken = [numbers(left), numbers(right)]
     if weight is not None:
-        rows = max(1.0, numbers(activation) / summed)
-        taken[weight] = min(math.prod(shape_of(eqn.invars[weight])), multiplied / rows)
+        rows = math.prod(shape_of(activation)[d] for d in free) / ways(names(activation, free), mesh)
+        taken[1 - weight], taken[weight] = rows * summed, multiplied / rows
     encoded = [numbers(v) / n for v, n in zip((left, right), shared, strict=True)]
     nbytes = [int(v.aval.dtype.itemsize) for v in (left, right, out)]
     return costs.Sizes(
@@ -70,17 +73,19 @@ def sizes_of(
 
 
 def check_pays(kind: Kind, sizes: costs.Sizes, how: Products) -> None:
-    """Raises Decline, with the estimates, for a product that takes longer quantized than in floats. Weights
-    alone are quantized for the sake of memory and of what is sent, and not weighed.
+    """Raises Decline, with the estimates, for a product that takes longer quantized than in floats, or whose
+    codes the chip multiplies no faster. Weights alone are quantized for the sake of memory and of what is
+    sent, and not weighed.
     """
     if how.left.format is None or how.right.format is None:
         return
     trained = costs.is_trained(how)
-    plain, codes = costs.in_floats(kind, sizes, trained), costs.quantized(kind, sizes, how)
-    if codes <= MARGIN * plain:
+    plain, codes = costs.in_floats(kind, sizes, trained), costs.quantized(kind, sizes, how, trained)
+    lack = lacking(kind, how)
+    if lack is None and codes <= MARGIN * plain:
         return
     why = f"left in float: {_time(codes)} against {_time(plain)}"
-    if (lack := lacking(kind, how)) is not None:
+    if lack is not None:
         why += f", as {lack}"
     raise Decline(f"{why}; force = true, or a rule, quantizes it all the same")
 
