@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from xform.axes import Scope
 from xform.errors import Decline
@@ -62,7 +63,8 @@ def sizes_of(
         rows = math.prod(shape_of(activation)[d] for d in free) / ways(names(activation, free), mesh)
         taken[1 - weight], taken[weight] = rows * summed, multiplied / rows
     encoded = [numbers(v) / n for v, n in zip((left, right), shared, strict=True)]
-    nbytes = [int(v.aval.dtype.itemsize) for v in (left, right, out)]
+    avals: list[Any] = [v.aval for v in (left, right, out)]
+    nbytes = [int(aval.dtype.itemsize) for aval in avals]
     return costs.Sizes(
         multiplied,
         (taken[0], taken[1], result),
