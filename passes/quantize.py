@@ -186,7 +186,8 @@ class Quantize:
                     f"gradient, contracts ({site.line}): give it another recipe by a rule, or other blocks"
                 )
         (out,) = site.out_avals
-        made = quantized_dot(*site.args, dims, how, site.params["precision"], out.dtype)
+        left, right = site.args
+        made = quantized_dot(left, right, dims, how, site.params["precision"], out.dtype)
         context.report.did("quantize", f"{what}: {recipe}", _why(recipe), site.line or site.where)
         return [made]
 
