@@ -30,7 +30,7 @@ from xform.kernels import lowering
 from xform.kernels.lowering import Options
 from xform.ops import Operation, apply, operation_of
 from xform.ops.operation import on_parts, sums_of, terms_of, told_of
-from xform.plans.rules import MAXTEXT_RULES
+from xform.plans.rules import ways
 from xform.raising.finding import find
 from xform.raising.placing import Claim, placed
 from xform.raising.sinking import sunk
@@ -107,8 +107,8 @@ class Kernels:
                     blocks,
                     bool(self.only),
                     library=self.library.get(r.op, "jax"),
-                    tokens_over=_ways(context, "activation_batch"),
-                    vocab_over=_ways(context, "vocab"),
+                    tokens_over=ways(["activation_batch"], context.mesh.shape),
+                    vocab_over=ways(["vocab"], context.mesh.shape),
                     memory=kind.hbm if kind else math.inf,
                 )
                 made = lowering.LOWERINGS[r.op](r, options)
@@ -173,11 +173,6 @@ def _tell_chunked(jaxpr: Jaxpr, context: Context) -> None:
 
 def _is_chunked(where: str) -> bool:
     return CHUNKED in re.split(r"\W+", where)
-
-
-def _ways(context: Context, name: str) -> int:
-    """Over how many devices a dimension of this name lies by MaxText's rules."""
-    return math.prod(context.mesh.shape.get(axis, 1) for axis in dict(MAXTEXT_RULES)[name])
 
 
 def _stand_alone(jaxpr: Jaxpr) -> bool:

@@ -8,8 +8,9 @@ It acts before autodiff, on a model that knows nothing of it: the product become
 own (`xform.quantization.training`), whose backward products take the same codes. So do products by expert
 (`ragged`) and `convolutions`, with scales for each column of all experts, for each feature. Which product is
 which is told by what it does (`xform.tensors`): scores and the router, whose errors choose, and the head are
-left as they are unless a rule names them. What codes the backward pass reads is named "quantization" for
-Remat.
+left as they are unless a rule names them. On a TPU so is what takes longer quantized, finding ranges and
+making codes counted (`xform.quantization.weighing`), by estimate. What codes the backward pass reads is named
+"quantization" for Remat.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import dataclasses
 import fnmatch
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from xform.context import Context
@@ -28,9 +29,11 @@ from xform.quantization.products import is_float
 from xform.quantization.ragged import is_forward, quantized_ragged_dot
 from xform.quantization.recipes import RECIPES, Recipe, recipe_named
 from xform.quantization.training import Products, quantized_dot
+from xform.quantization.weighing import check_pays, sizes_of
 from xform.rewrite import Path, Site, rewrite
 from xform.tensors.names import MORE_PRODUCTS, NAMES, NamedProduct, name_products
-from xform.trace import Jaxpr, Value, name_stack, shape_of, source_line
+from xform.topologies import kind_of
+from xform.trace import Atom, Jaxpr, Value, Var, name_stack, shape_of, source_line
 
 LEFT = {
     "logits": "the head's errors are the loss's own",
@@ -42,7 +45,11 @@ LEFT = {
 """What is left in float unless a rule names it, and why."""
 
 NONE = "none"
+CONVOLUTION = "conv_general_dilated"
 KINDS = ("where", "param")
+
+Place = tuple[Path, int]
+"""Where a product stands: its body, and the number of its equation."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +63,7 @@ class Quantize:
     recipes: recipes of the plan's own, as fields that differ from those of a "base":
         {"mine": {"base": "int8", "block": 256, "rounding": "stochastic"}}.
     seed: of stochastic rounding.
+    force: quantize by `recipe` even what takes a TPU longer so, by estimate; what a rule names always is.
 
     Raises PlanError for a rule that no product matches, a recipe that does not exist, and blocks that do not
     divide what is contracted.
@@ -65,6 +73,7 @@ class Quantize:
     rules: Mapping[str, str] = dataclasses.field(default_factory=dict)
     recipes: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     seed: int = 0
+    force: bool = False
 
     stages: ClassVar[tuple[str, ...]] = ("model",)
     after: ClassVar[tuple[str, ...]] = ("roll", "chunkedloss", "kernels")
@@ -77,7 +86,8 @@ class Quantize:
         )
         products = {(p.path, p.index): p for p in name_products(jaxpr, context.roles(jaxpr))}
         paths = [leaf.path for leaf in context.inputs]
-        chosen: dict[tuple[Path, int], Recipe] = {}
+        chosen: dict[Place, Recipe] = {}
+        named: set[Place] = set()
         met: Counter[str] = Counter()
         for place, p in products.items():
             recipe, said = (by_default, False) if _by_default(p) else (None, False)
@@ -85,6 +95,7 @@ class Quantize:
                 if rule.matches(p, context.roles(jaxpr).axes.scope(p.path).jaxpr.eqns[p.index], paths):
                     met[rule.text] += 1
                     recipe, said = rule.recipe, True
+                    named.add(place)
             if recipe is not None:
                 chosen[place] = recipe
             elif not said and by_default is not None:
@@ -96,6 +107,9 @@ class Quantize:
                 )
         if not chosen:
             raise PlanError(f"quantize: there is nothing to quantize; {_there(products, paths)}")
+
+        for place in list(self._slower(products, chosen, named, jaxpr, context)):
+            del chosen[place]
 
         def rule_for(site: Site) -> Sequence[Value] | None:
             recipe = chosen.get((site.path, site.index))
@@ -125,6 +139,40 @@ class Quantize:
             yield _Rule(
                 text, kind, pattern, None if name == NONE else recipe_named(name, self.recipes, where)
             )
+
+    def _slower(
+        self,
+        products: Mapping[Place, NamedProduct],
+        chosen: Mapping[Place, Recipe],
+        named: Collection[Place],
+        jaxpr: Jaxpr,
+        context: Context,
+    ) -> Iterator[Place]:
+        """Of what no rule names, what takes a TPU longer when it is quantized, which the report says."""
+        kind = kind_of(context.mesh.devices.flat[0])
+        if kind is None or self.force:
+            return
+        roles, eqns = context.roles(jaxpr), {}
+        takers: Counter[tuple[Path, Recipe, Atom]] = Counter()
+        for place, recipe in chosen.items():
+            eqns[place] = eqn = roles.axes.scope(place[0]).jaxpr.eqns[place[1]]
+            takers.update((place[0], recipe, v) for v in eqn.invars[:2] if isinstance(v, Var))
+        for place, recipe in list(chosen.items()):
+            p, eqn, scope = products[place], eqns[place], roles.axes.scope(place[0])
+            if place in named or eqn.primitive.name not in ("dot_general", CONVOLUTION):
+                continue
+            try:
+                if eqn.primitive.name == CONVOLUTION and recipe.activations:
+                    raise Decline("left in float: a TPU computes convolutions of codes no faster")
+                if eqn.primitive.name == CONVOLUTION:
+                    continue
+                shared = [takers[place[0], recipe, v] or 1 for v in eqn.invars[:2]]
+                sizes = sizes_of(roles, scope, eqn, p.weight, context.mesh.shape, shared)
+                check_pays(kind, sizes, recipe.products(p.weight, self.seed))
+            except Decline as why:
+                where = source_line(eqn) or name_stack(eqn)
+                context.report.declined("quantize", p.name or "a product", str(why), where)
+                yield place
 
     def _quantized(self, site: Site, p: NamedProduct, recipe: Recipe, context: Context) -> Sequence[Value]:
         what = p.name or "a product"
@@ -200,7 +248,7 @@ def _conv(site: Site, what: str) -> tuple[Contracted, Make]:
 MAKERS: dict[str, Callable[[Site, str], tuple[Contracted, Make]]] = {
     "dot_general": _dot,
     "ragged_dot_general": _ragged_dot,
-    "conv_general_dilated": _conv,
+    CONVOLUTION: _conv,
 }
 """What is quantized, by primitive."""
 

@@ -37,11 +37,11 @@ LAYERS = (
     "slices",  # slices of products, taken before them
     "state",  # which inputs are kept stacked, and both trees
     "registry",  # names to passes
-    "quantization",  # arrays in eight bits and fewer, and products of them
     "values",  # options: checked, frozen, written
     "plan",  # Plan, Pass; TOML
     "plans",  # presets
     "topologies",  # TPU slices and meshes
+    "quantization",  # arrays in eight bits and fewer, products of them, what they take
     "context",  # what a pass is told
     "sharding",  # rules to layouts, constraints, arrays on a mesh
     "spmd",  # a program from the view of one shard, its collectives written out

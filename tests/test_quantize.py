@@ -13,7 +13,7 @@ import pytest
 from tests.layers import f, i, picked
 from tests.test_experts import ARGS as EXPERTS
 from tests.test_experts import grouped, loss_with
-from xform import Plan, PlanError, Remat, Shard, parallelize
+from xform import Plan, PlanError, Remat, Shard, parallelize, topologies
 from xform.higher_order import equations
 from xform.models import llama
 from xform.passes.quantize import Quantize
@@ -209,6 +209,49 @@ def test_a_recipe_of_the_plans_own_differs_from_its_base_in_what_it_says() -> No
 def test_an_option_that_cannot_be_is_an_error_that_says_what_can(options: Any, said: str) -> None:
     with pytest.raises(PlanError, match=re.compile(said, re.DOTALL)):
         traced(Quantize(**options))
+
+
+# ---------------------------------------------------------------- where it costs time
+
+
+def on_tpu(name: str, quantize: Quantize, fn: Any = STEP, args: Any = ARGS) -> Any:
+    devices = topologies.parse(name).devices()
+    return parallelize(fn, Plan({"data": len(devices)}, [quantize]), devices=devices).trace(*args)
+
+
+def test_what_takes_a_tpu_longer_is_left_in_float_unless_forced_or_named() -> None:
+    program = on_tpu("v5e-4", Quantize())
+    assert not done(program) and set(left(program)) >= ALL
+    assert re.match(r"left in float: [\d.]+ us against [\d.]+ us; force", left(program)["mlpwo"])
+    assert set(done(on_tpu("v5e-4", Quantize(force=True)))) == ALL
+    assert set(done(on_tpu("v5e-4", Quantize(rules={"mlpwo": "int8"})))) == {"mlpwo"}
+
+
+def test_weights_alone_are_quantized_for_memory_and_not_weighed() -> None:
+    assert set(done(on_tpu("v5e-4", Quantize("int8_weights")))) == ALL
+
+
+def mlp(weights: Any, tokens: Any) -> Any:
+    def loss(w: Any) -> Any:
+        x = w["table"][tokens]
+        h = jax.nn.silu(jnp.einsum("bld,df->blf", x, w["up"]))
+        return jnp.mean((x + jnp.einsum("blf,fd->bld", h, w["down"])) ** 2)
+
+    return jax.grad(loss)(weights)
+
+
+def test_large_products_pay_on_a_tpu_and_not_where_it_has_no_units_for_them() -> None:
+    def found(recipe: str, length: int, hidden: int) -> Any:
+        shapes = {"table": (40, 8192), "up": (8192, hidden), "down": (hidden, 8192)}
+        weights = {k: jax.ShapeDtypeStruct(shape, jnp.bfloat16) for k, shape in shapes.items()}
+        return on_tpu(
+            "v5e-1", Quantize(recipe), mlp, (weights, jax.ShapeDtypeStruct((16, length), jnp.int32))
+        )
+
+    assert not done(found("int8", 8, 512))
+    assert set(done(found("int8", 1024, 32768))) == {"mlpwi", "mlpwo"}
+    said = left(found("fp8", 1024, 32768))
+    assert "v5e multiplies fp8 no faster than bfloat16" in said["mlpwi"]
 
 
 # ---------------------------------------------------------------- on several devices

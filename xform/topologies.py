@@ -45,7 +45,8 @@ GIB = 1 << 30
 @dataclasses.dataclass(frozen=True)
 class Kind:
     """A generation of TPU. `hbm` (bytes), `bandwidth` of that memory (bytes a second), `peak_flops`
-    (bfloat16) and `clock` (Hz) are of one JAX device.
+    (bfloat16), `peak_int8`, `peak_fp8` (operations a second) and `clock` (Hz) are of one JAX device. A peak
+    of 0: the chip has no units for such numbers, and the compiler multiplies them as bfloat16.
     """
 
     name: str
@@ -57,6 +58,8 @@ class Kind:
     hbm: int
     bandwidth: float
     peak_flops: float
+    peak_int8: float
+    peak_fp8: float
     clock: float
     small: tuple[tuple[int, ...], ...]  # the slices that are not built of whole cubes, or all of them in 2-D
     most: int  # chips of the largest slice
@@ -68,15 +71,15 @@ _PARTS = ((1, 1, 1), (2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4))
 # fmt: off
 KINDS = (
     Kind("v4", ("tpuv4",), 3, "megacore", 2, 1,
-         32 * GIB, 1200e9, 275e12, 1.05e9, _PARTS, 4096),
+         32 * GIB, 1200e9, 275e12, 275e12, 0, 1.05e9, _PARTS, 4096),
     Kind("v5e", ("v5litepod", "v5lite", "tpuv5e"), 2, "default", 1, 1,
-         16 * GIB, 819e9, 197e12, 1.5e9, _FLAT, 256),
+         16 * GIB, 819e9, 197e12, 394e12, 0, 1.5e9, _FLAT, 256),
     Kind("v5p", ("v5", "tpuv5p"), 3, "megacore", 2, 1,
-         95 * GIB, 2765e9, 459e12, 1.75e9, _PARTS, 8960),
+         95 * GIB, 2765e9, 459e12, 918e12, 0, 1.75e9, _PARTS, 8960),
     Kind("v6e", ("v6lite", "trillium", "tpuv6e"), 2, "default", 1, 1,
-         32 * GIB, 1638e9, 918e12, 1.75e9, _FLAT, 256),
+         32 * GIB, 1638e9, 918e12, 1836e12, 0, 1.75e9, _FLAT, 256),
     Kind("tpu7x", ("v7x", "tpu7", "ironwood"), 3, "default", 2, 2,
-         96 * GIB, 7380e9 / 2, 1153.5e12, 2.2e9, _PARTS, 9216),
+         96 * GIB, 7380e9 / 2, 1153.5e12, 0, 2307e12, 2.2e9, _PARTS, 9216),
 )
 # fmt: on
 

@@ -8,6 +8,7 @@ unused in that array wins. An axis that the mesh lacks counts as one of size 1.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection, Mapping, Sequence
 
 from xform.registry import unknown
@@ -125,6 +126,15 @@ MAXTEXT_RULES: tuple[Rule, ...] = (
     ("exp_with_fsdp", ("fsdp",)),
 )
 """The base rules, in MaxText's order."""
+
+
+def ways(names: Sequence[str], sizes: Mapping[str, int], taken: Sequence[str] = ()) -> int:
+    """Over how many devices of a mesh, given as sizes by axis, an array with dimensions of these names lies
+    by the base rules, the first of each name. taken: names that have taken their axes before.
+    """
+    first = dict(reversed(MAXTEXT_RULES))
+    axes, before = ({axis for name in given for axis in first.get(name, ())} for given in (names, taken))
+    return math.prod(sizes.get(axis, 1) for axis in axes - before)
 
 
 @dataclasses.dataclass(frozen=True)
