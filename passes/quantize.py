@@ -19,13 +19,19 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
+import jax
+
 from xform.context import Context
 from xform.errors import Decline, PlanError
+from xform.promises.multiplied import scope
 from xform.quantization.products import is_float
 from xform.quantization.recipes import RECIPES, Recipe, recipe_named
+from xform.quantization.summing import as_floats
 from xform.quantization.training import quantized_dot
+from xform.report import Promise
 from xform.rewrite import Path, Site, rewrite
 from xform.tensors.names import MORE_PRODUCTS, NAMES, NamedProduct, name_products
+from xform.topologies import kind_of
 from xform.trace import Jaxpr, Value, name_stack, shape_of, source_line
 
 LEFT = {
@@ -100,6 +106,12 @@ class Quantize:
 
         return rewrite(jaxpr, rule_for, context.report, "quantize")
 
+    def finish(self, jaxpr: Jaxpr, context: Context) -> Jaxpr:
+        """Where the compiler adds up devices' terms of a gradient, they are floats, not sums of 32 bits."""
+        if context.mesh.size == 1 or kind_of(context.mesh.devices.flat[0]) is None:
+            return jaxpr
+        return as_floats(jaxpr, context.report)
+
     def _rules(self) -> Iterator[_Rule]:
         for text, name in self.rules.items():
             kind, _, pattern = text.partition(":")
@@ -142,7 +154,10 @@ class Quantize:
                     f"gradient, contracts ({site.line}): give it another recipe by a rule, or other blocks"
                 )
         (out,) = site.out_avals
-        made = quantized_dot(*site.args, dims, how, site.params["precision"], out.dtype)
+        with jax.named_scope(scope(p.name)):
+            made = quantized_dot(*site.args, dims, how, site.params["precision"], out.dtype)
+        if how.left.format and how.right.format and kind_of(context.mesh.devices.flat[0]) is not None:
+            context.report.promise(Promise("quantize", p.name, "quantized", site.line or site.where))
         context.report.did("quantize", f"{what}: {recipe}", _why(recipe), site.line or site.where)
         return [made]
 
