@@ -77,6 +77,7 @@ class Costs:
     collectives: dict[str, Traffic] = dataclasses.field(default_factory=dict)
     axes: dict[str, dict[str, Traffic]] = dataclasses.field(default_factory=dict)
     stages: dict[str, dict[str, dict[str, Traffic]]] = dataclasses.field(default_factory=dict)
+    sent: dict[str, Counter[str]] = dataclasses.field(default_factory=dict)  # bytes, by kind and dtype
     dot_flops: dict[str, float] = dataclasses.field(
         default_factory=dict
     )  # by phase: forward, backward, remat
@@ -109,6 +110,8 @@ class Costs:
                 mine.setdefault(kind, Traffic()).merge(part)
         for phase, flops in other.dot_flops.items():
             self.dot_flops[phase] = self.dot_flops.get(phase, 0.0) + flops
+        for kind, dtypes in other.sent.items():
+            self.sent.setdefault(kind, Counter()).update(dtypes)
         self.again.update(other.again)
         self.products.update(other.products)
         for name, part_kernel in other.kernels.items():
@@ -237,6 +240,7 @@ class _Reader:
                 tables.append(self.costs.stages.setdefault(axes, {}).setdefault(stage, {}))
         for table in tables:
             table.setdefault(found.kind, Traffic()).add(times, found.wire_bytes, found.asynchronous)
+        self.costs.sent.setdefault(found.kind, Counter())[found.dtype] += round(times * found.wire_bytes)
 
 
 def dearest(
