@@ -314,6 +314,24 @@ def test_a_models_promises_are_kept(model: Any, policy: Any, options: dict[str, 
     assert ("nothing is kept of mlpwo: the backward pass does not read it" in report) == ("minimal" in policy)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["int8", "fp8"])
+@pytest.mark.parametrize("collectives", ["explicit", "auto"])
+def test_all_dots_that_are_quantized_multiply_in_eight_bits(recipe: str, collectives: Any) -> None:
+    """Slow: compiles a training step for a TPU."""
+    topology = topologies.parse("v5e:2x2")
+    config = llama.Config(512, 4, 256, 8, 4, 32, 768, remat=False)
+    fn, args = llama.train_step(size=config, batch=8, length=128)
+    plan = Plan({"fsdp": 4}, [Quantize(recipe), Remat("full"), Shard(collectives=collectives)])
+    lowered = parallelize(fn, plan, devices=topology.devices(), donate_argnums=0).lower(*args)
+    result = aot.compile_lowered(lowered.lowered, topology=topology, mesh=lowered.mesh)
+    result.check_promises(lowered.program.laid_out, lowered.program.report)
+    share = multiplied.share(result.costs)
+    assert share is not None and share.count == share.of >= 3 * 7 * config.layers
+    assert result.to_json()["quantized_dots"]["count"] == share.count
+    assert f"quantized  dots: {share.of} of {share.of}, 1.00" in result.render()
+
+
 @dataclasses.dataclass(frozen=True)
 class Boast:
     """Promises what it does nothing for."""

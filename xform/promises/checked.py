@@ -69,6 +69,9 @@ def check(
         report.did(
             "promises", f"nothing is kept of {', '.join(unread)}", "the backward pass does not read it"
         )
+    if unseen := multiplied.unseen(report.promises, costs):
+        why = "it has no dot of theirs: the compiler makes something else of small ones"
+        report.did("promises", f"in how many bits {', '.join(unseen)} multiply is not seen", why)
 
 
 def broken(

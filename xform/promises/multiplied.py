@@ -95,6 +95,13 @@ def broken(promises: Sequence[Promise], jaxpr: Jaxpr, costs: Costs) -> Iterator[
             )
 
 
+def unseen(promises: Sequence[Promise], costs: Costs) -> list[str]:
+    """The products of which the compiled program has no dot at all, as the compiler makes small ones sums."""
+    seen = {product_of(product.op_name) for product in costs.products}
+    names = {promise.tensor for promise in promises if promise.kind == "quantized"}
+    return sorted(name or "a product" for name in names - seen)
+
+
 def _in_codes(jaxpr: Jaxpr) -> dict[tuple[str, str], bool]:
     """By product and phase, whether the program multiplies nothing but codes."""
     found: dict[tuple[str, str], bool] = {}
