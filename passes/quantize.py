@@ -22,14 +22,19 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
+import jax
+
 from xform.context import Context
 from xform.errors import Decline, PlanError
+from xform.promises.multiplied import scope as scope_of
 from xform.quantization.convolutions import quantized_conv, window_of
 from xform.quantization.products import is_float
 from xform.quantization.ragged import is_forward, quantized_ragged_dot
 from xform.quantization.recipes import RECIPES, Recipe, recipe_named
+from xform.quantization.summing import as_floats
 from xform.quantization.training import Products, quantized_dot
 from xform.quantization.weighing import check_pays, sizes_of
+from xform.report import Promise
 from xform.rewrite import Path, Site, rewrite
 from xform.tensors.names import MORE_PRODUCTS, NAMES, NamedProduct, name_products
 from xform.topologies import kind_of
@@ -119,6 +124,12 @@ class Quantize:
 
         return rewrite(jaxpr, rule_for, context.report, "quantize")
 
+    def finish(self, jaxpr: Jaxpr, context: Context) -> Jaxpr:
+        """Where the compiler adds up devices' terms of a gradient, they are floats, not sums of 32 bits."""
+        if context.mesh.size == 1 or kind_of(context.mesh.devices.flat[0]) is None:
+            return jaxpr
+        return as_floats(jaxpr, context.report)
+
     def _rules(self) -> Iterator[_Rule]:
         for text, name in self.rules.items():
             kind, _, pattern = text.partition(":")
@@ -196,7 +207,11 @@ class Quantize:
                     f"gradient, contracts ({site.line}): give it another recipe by a rule, or other blocks"
                 )
         (out,) = site.out_avals
-        made = make(how, site.params["precision"], out.dtype)
+        with jax.named_scope(scope_of(p.name)):
+            made = make(how, site.params["precision"], out.dtype)
+        codes = how.left.format and how.right.format and site.name == "dot_general"
+        if codes and kind_of(context.mesh.devices.flat[0]) is not None:
+            context.report.promise(Promise("quantize", p.name, "quantized", site.line or site.where))
         context.report.did("quantize", f"{what}: {recipe}", _why(recipe), site.line or site.where)
         return [made]
 

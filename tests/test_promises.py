@@ -1,6 +1,7 @@
 """Promises: what a program keeps, and that a compiled one which does not is an error that says why."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +13,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from xform import Plan, PromiseError, Remat, Shard, aot, cli, faults, hlo, parallelize, registry, topologies
 from xform.context import Context
-from xform.hlo.costs import Costs, Kernel
+from xform.hlo.costs import Costs, Kernel, Product
 from xform.models import encoder_decoder, gpt2, llama
-from xform.promises import broken, check_compiled
+from xform.passes.quantize import Quantize
+from xform.promises import broken, check_compiled, multiplied
 from xform.promises.kept import Kept, again, kept
 from xform.report import Keeping, Promise, Report
 from xform.trace import Jaxpr
@@ -168,6 +170,64 @@ def test_an_operation_that_was_to_be_a_kernel_has_to_be_one(runs: int) -> None:
     assert found == ([] if runs == 2 else [says])
 
 
+def quantized(gradients: str = "int8") -> tuple[Jaxpr, tuple[Promise, ...]]:
+    """A differentiated product, quantized for a TPU, and what is promised of it."""
+
+    def step(params: Any, tokens: Any) -> Any:
+        return jax.grad(lambda p: jnp.sum(jnp.dot(p["table"][tokens], p["up"]) ** 2))(params)
+
+    params = {
+        "table": jax.ShapeDtypeStruct((40, 16), jnp.bfloat16),
+        "up": jax.ShapeDtypeStruct((16, 24), jnp.bfloat16),
+    }
+    own = {"own": {"base": "int8", "gradients": gradients}}
+    plan = Plan({"data": 1}, [Quantize("none", rules={"param:up": "own"}, recipes=own)])
+    devices = topologies.parse("v5e-4").devices()[:1]
+    program = parallelize(step, plan, devices=devices).trace(params, jax.ShapeDtypeStruct((8, 6), jnp.int32))
+    return program.jaxpr, program.report.promises
+
+
+def test_a_product_that_is_quantized_for_a_tpu_is_promised_with_its_line() -> None:
+    (promise,) = quantized()[1]
+    assert (promise.pass_name, promise.kind) == ("quantize", "quantized")
+    assert promise.where.startswith("test_promises.py:")
+
+
+FORWARD = "jit(step)/jvp()/quantized.{}/dot_general"
+BACKWARD = "jit(step)/transpose(jvp())/quantized.{}/dot_general"
+
+
+@pytest.mark.parametrize(
+    ("gradients", "backward", "says"),
+    [
+        ("int8", ("s8", "s8"), ""),
+        (
+            "int8",
+            ("bf16", "bf16"),
+            "1 of 2 dots multiplied in eight bits: the compiler multiplies bf16",
+        ),
+        ("int8", ("s8", "bf16"), "1 of 2 dots multiplied in eight bits: the compiler multiplies s8 x"),
+        ("", ("bf16", "bf16"), ""),  # the program itself has floats there
+    ],
+)
+def test_what_was_quantized_has_to_be_multiplied_in_eight_bits(
+    gradients: str, backward: tuple[str, str], says: str
+) -> None:
+    jaxpr, promises = quantized(gradients)
+    name = promises[0].tensor
+    products = [
+        Product(FORWARD.format(name), ("s8", "s8"), 5.0),
+        Product(BACKWARD.format(name), backward, 5.0),
+    ]
+    costs = Costs(products=Counter([*products, Product("jit(step)/dot_general", ("bf16", "bf16"), 7.0)]))
+    module = hlo.parse("HloModule m\n\nENTRY %main () -> f32[] {\n  ROOT %x = f32[] constant(1)\n}\n")
+    found = "".join(broken(jaxpr, promises, module, costs, {}, 1))
+    assert says in found and bool(says) == bool(found)
+    assert not says or promises[0].where in found
+    share = multiplied.share(costs)
+    assert share is not None and share.of == 2 and share.count == 1 + (backward == ("s8", "s8"))
+
+
 # ---------------------------------------------------------------- the compiler
 
 
@@ -252,6 +312,24 @@ def test_a_models_promises_are_kept(model: Any, policy: Any, options: dict[str, 
     assert "promises: kept in the compiled program" in report
     # The last product of a layer is added to the stream, which is kept as what the next layer takes.
     assert ("nothing is kept of mlpwo: the backward pass does not read it" in report) == ("minimal" in policy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["int8", "fp8"])
+@pytest.mark.parametrize("collectives", ["explicit", "auto"])
+def test_all_dots_that_are_quantized_multiply_in_eight_bits(recipe: str, collectives: Any) -> None:
+    """Slow: compiles a training step for a TPU."""
+    topology = topologies.parse("v5e:2x2")
+    config = llama.Config(512, 4, 256, 8, 4, 32, 768, remat=False)
+    fn, args = llama.train_step(size=config, batch=8, length=128)
+    plan = Plan({"fsdp": 4}, [Quantize(recipe), Remat("full"), Shard(collectives=collectives)])
+    lowered = parallelize(fn, plan, devices=topology.devices(), donate_argnums=0).lower(*args)
+    result = aot.compile_lowered(lowered.lowered, topology=topology, mesh=lowered.mesh)
+    result.check_promises(lowered.program.laid_out, lowered.program.report)
+    share = multiplied.share(result.costs)
+    assert share is not None and share.count == share.of >= 3 * 7 * config.layers
+    assert result.to_json()["quantized_dots"]["count"] == share.count
+    assert f"quantized  dots: {share.of} of {share.of}, 1.00" in result.render()
 
 
 @dataclasses.dataclass(frozen=True)

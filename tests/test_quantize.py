@@ -411,6 +411,19 @@ def test_terms_of_a_contraction_over_devices_are_summed_as_floats() -> None:
     assert "int32" not in moved(program, "psum") | moved(program, "reduce_scatter")
 
 
+def test_where_the_compiler_adds_up_gradients_the_products_are_floats_at_once() -> None:
+    """On a TPU; XLA for CPUs would round each term of the sum."""
+    passes = [Quantize("none", rules={"param:up": "int8"}), Shard(collectives="auto")]
+
+    def given(devices: Any) -> list[str]:
+        program = parallelize(layer, Plan({"fsdp": 4}, passes), devices=devices).trace(*LAYER)
+        found = (e for e in equations(program.jaxpr) if e.primitive.name == "dot_general")
+        return [str(e.outvars[0].aval.dtype) for e in found if str(e.invars[0].aval.dtype) == "int8"]
+
+    assert given(jax.devices()[:4]) == ["int32"] * 3
+    assert given(topologies.parse("v5e-4").devices()) == ["float32"] * 3
+
+
 def test_remat_saves_codes_by_their_name() -> None:
     def saved(policy: str) -> set[str]:
         program = traced(Quantize(), Remat(policy=policy))

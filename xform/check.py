@@ -147,8 +147,9 @@ def check(
     args: arrays, or ShapeDtypeStructs, for which arrays are made (`xform.targets.materialize`). steps: how
     many times a training step is run. tolerance: relative to each tensor's largest value, and taken at
     its word; by default that of the coarsest float type, with rounding excused (CONDITIONING). `progress`
-    is told what is going on. Passes that change numbers by intent (`exact = False`: Quantize) are given to the
-    one device too: what is compared is what the rest of the plan makes of it. Raises PlanError where the arguments would not fit into this machine's memory.
+    is told what is going on. Passes that change numbers by intent (`exact = False`: Quantize) are given to
+    the one device too: what is compared is what the rest of the plan makes of it. Raises PlanError where the
+    arguments would not fit into this machine's memory.
     """
     tell = progress or (lambda line: None)
     _check_memory(args)

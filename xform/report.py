@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
 Kind = Literal["did", "declined", "dropped", "promised"]
-Keeping = Literal["saved", "recomputed", "offloaded", "kernel"]
+Keeping = Literal["saved", "recomputed", "offloaded", "kernel", "quantized"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,11 +35,12 @@ class Note:
 
 @dataclasses.dataclass(frozen=True)
 class Promise:
-    """That a tensor is saved, computed again, on the host, or made by a kernel: what the compiled program can
-    be held to.
+    """That a tensor is saved, computed again, on the host, made by a kernel or multiplied in eight bits: what
+    the compiled program can be held to.
 
     tensor: the name it bears in the program, or, with `nbytes`, what it is: that many bytes of arguments a
-    device; of a kernel the operation. where: the layers, as the report calls them, or the line.
+    device; of a kernel the operation, of what is quantized the product. where: the layers, as the report
+    calls them, or the line.
     """
 
     pass_name: str

@@ -30,6 +30,7 @@ from xform.hlo import buffers
 from xform.hlo import collectives as hlo_collectives
 from xform.hlo import costs as hlo_costs
 from xform.hlo import overlap as hlo_overlap
+from xform.promises import multiplied
 from xform.report import Report, Traffic
 from xform.topologies import ENVIRONMENT, Topology, prepare_environment
 from xform.trace import Jaxpr
@@ -123,6 +124,7 @@ class Result:
                 {"name": name, "count": kernel.count, "claimed_flops": kernel.claimed_flops}
                 for name, kernel in sorted(costs.kernels.items())
             ],
+            "quantized_dots": None if (found := multiplied.share(costs)) is None else found.to_json(),
             "host_transfers": {way: traffic.to_json() for way, traffic in sorted(costs.host.items())},
             "notes": self.notes,
             "full": self.full,
@@ -302,6 +304,8 @@ def _rendered(result: Result) -> list[str]:
         lines += [f"           {share:6.1%} {scope}" for scope, share in _dearest(costs)]
     for way, traffic in sorted(costs.host.items()):
         lines.append(f"host       {way.replace('_', ' ')}: {traffic.count} copies, {_gb(traffic.wire_bytes)}")
+    if (found := multiplied.share(costs)) is not None:
+        lines.append(f"quantized  dots: {found} in eight bits")
     kernels = [f"{name} x{kernel.count}" for name, kernel in sorted(costs.kernels.items())]
     lines.append(f"kernels    {', '.join(kernels) or 'none'}")
     return lines + [f"note       {note}" for note in result.notes]

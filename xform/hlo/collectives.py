@@ -80,12 +80,16 @@ def _spanned(axes: Mapping[str, int], found: list[list[int]]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """One collective: its kind, the bytes each device sends for one run, and the groups that take part."""
+    """One collective: its kind, the bytes each device sends for one run, and the groups that take part.
+
+    dtype: of the elements of its first operand, '' where it is not known.
+    """
 
     kind: str
     wire_bytes: float
     groups: list[list[int]]
     asynchronous: bool = False  # runs beside what is scheduled until its done
+    dtype: str = dataclasses.field(default="", compare=False)
 
 
 def base(opcode: str) -> str:
@@ -103,12 +107,15 @@ def read(
     """A collective instruction in a module for `devices`; `kind` where it is another than its opcode's."""
     opcode = base(instruction.opcode)
     payload = _payload(computation, instruction)
+    sent = [a.dtype for ref in instruction.operands[:1] for a in hlo.arrays(computation.type_of(ref))[:1]]
+    dtype = "".join(sent)
     if opcode == "collective-permute":
         moving = [pair for pair in _pairs(instruction) if pair[0] != pair[1]]
-        return Collective(opcode, payload * len(moving) / devices, mesh.of_all(moving, devices))
+        sends = mesh.of_all(moving, devices)
+        return Collective(opcode, payload * len(moving) / devices, sends, dtype=dtype)
     found = groups(instruction, devices)
     factor = _factor(kind or opcode, max(map(len, found)))
-    return Collective(kind or opcode, payload * factor, mesh.of_all(found, devices))
+    return Collective(kind or opcode, payload * factor, mesh.of_all(found, devices), dtype=dtype)
 
 
 def started(

@@ -19,6 +19,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from xform.hlo import collectives as hlo_collectives
 from xform.hlo import module as hlo
@@ -58,6 +59,14 @@ class Kernel:
     claimed_flops: int = 0
 
 
+class Product(NamedTuple):
+    """A dot or convolution: its operation's name, the element types that it multiplies, its flops."""
+
+    op_name: str
+    dtypes: tuple[str, ...]
+    flops: float
+
+
 @dataclasses.dataclass
 class Costs:
     """Per device and call. `axes` has the same traffic by the mesh axes it spans, `fsdp` or `fsdp+tensor`.
@@ -68,10 +77,12 @@ class Costs:
     collectives: dict[str, Traffic] = dataclasses.field(default_factory=dict)
     axes: dict[str, dict[str, Traffic]] = dataclasses.field(default_factory=dict)
     stages: dict[str, dict[str, dict[str, Traffic]]] = dataclasses.field(default_factory=dict)
+    sent: dict[str, Counter[str]] = dataclasses.field(default_factory=dict)  # bytes, by kind and dtype
     dot_flops: dict[str, float] = dataclasses.field(
         default_factory=dict
     )  # by phase: forward, backward, remat
     again: Counter[float] = dataclasses.field(default_factory=Counter)  # of phase remat: by flops of one
+    products: Counter[Product] = dataclasses.field(default_factory=Counter)  # how often each runs
     kernels: dict[str, Kernel] = dataclasses.field(default_factory=dict)
     cycles: int = 0
     scopes: dict[str, int] = dataclasses.field(default_factory=dict)  # cycles by the model's name stack
@@ -99,7 +110,10 @@ class Costs:
                 mine.setdefault(kind, Traffic()).merge(part)
         for phase, flops in other.dot_flops.items():
             self.dot_flops[phase] = self.dot_flops.get(phase, 0.0) + flops
+        for kind, dtypes in other.sent.items():
+            self.sent.setdefault(kind, Counter()).update(dtypes)
         self.again.update(other.again)
+        self.products.update(other.products)
         for name, part_kernel in other.kernels.items():
             kernel = self.kernels.setdefault(name, Kernel())
             kernel.count += part_kernel.count
@@ -203,6 +217,8 @@ class _Reader:
             self.costs.dot_flops[phase] = self.costs.dot_flops.get(phase, 0.0) + flops * times
             if phase == "remat":
                 self.costs.again[flops] += times
+            dtypes = tuple(hlo.arrays(computation.type_of(ref))[0].dtype for ref in instruction.operands[:2])
+            self.costs.products[Product(instruction.op_name, dtypes, flops)] += times
         elif opcode == "custom-call" and instruction.target == KERNEL:
             # XLA appends to the name what tells instances apart: splash_fwd.3, double.2.x_ref
             kernel = self.costs.kernels.setdefault(instruction.name.partition(".")[0], Kernel())
@@ -224,6 +240,7 @@ class _Reader:
                 tables.append(self.costs.stages.setdefault(axes, {}).setdefault(stage, {}))
         for table in tables:
             table.setdefault(found.kind, Traffic()).add(times, found.wire_bytes, found.asynchronous)
+        self.costs.sent.setdefault(found.kind, Counter())[found.dtype] += round(times * found.wire_bytes)
 
 
 def dearest(

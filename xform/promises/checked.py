@@ -18,6 +18,7 @@ from xform import hlo
 from xform.errors import PromiseError
 from xform.hlo.costs import Costs
 from xform.hlo.costs import costs as costs_of
+from xform.promises import multiplied
 from xform.promises.kept import Again, Kept, again, kept
 from xform.report import Keeping, Note, Promise, Report, amount
 from xform.trace import Jaxpr
@@ -68,6 +69,9 @@ def check(
         report.did(
             "promises", f"nothing is kept of {', '.join(unread)}", "the backward pass does not read it"
         )
+    if unseen := multiplied.unseen(report.promises, costs):
+        why = "it has no dot of theirs: the compiler makes something else of small ones"
+        report.did("promises", f"in how many bits {', '.join(unseen)} multiply is not seen", why)
 
 
 def broken(
@@ -90,6 +94,7 @@ def broken(
         elif promise.kind == "saved":
             yield from compiled.saved(promise, tensors, repeated)
     yield from _kernels([p for p in promises if p.kind == "kernel"], costs)
+    yield from multiplied.broken([p for p in promises if p.kind == "quantized"], jaxpr, costs)
     names = sorted(name for kind, name in named if kind == "recomputed")
     if names:
         yield from _recomputed(names, repeated, costs.again, devices)
@@ -98,7 +103,7 @@ def broken(
 def _unread(jaxpr: Jaxpr, promises: Iterable[Promise]) -> set[str]:
     """The tensors that were to be saved or offloaded, of which the backward pass reads nothing."""
     kept_names = {tensor.name for tensor in kept(jaxpr)}
-    tensors = (p for p in promises if p.kind not in ("recomputed", "kernel") and not p.nbytes)
+    tensors = (p for p in promises if p.kind in ("saved", "offloaded") and not p.nbytes)
     return {p.tensor for p in tensors} - kept_names
 
 
@@ -210,6 +215,7 @@ _KEEPING: dict[Keeping, tuple[str, str]] = {
     "offloaded": ("offload", "in host memory"),
     "recomputed": ("recomputation", "done again"),
     "kernel": ("kernel", "run"),
+    "quantized": ("quantization", "multiplied"),
 }
 
 
