@@ -322,7 +322,7 @@ def test_all_dots_that_are_quantized_multiply_in_eight_bits(recipe: str, collect
     topology = topologies.parse("v5e:2x2")
     config = llama.Config(512, 4, 256, 8, 4, 32, 768, remat=False)
     fn, args = llama.train_step(size=config, batch=8, length=128)
-    plan = Plan({"fsdp": 4}, [Quantize(recipe), Remat("full"), Shard(collectives=collectives)])
+    plan = Plan({"fsdp": 4}, [Quantize(recipe, force=True), Remat("full"), Shard(collectives=collectives)])
     lowered = parallelize(fn, plan, devices=topology.devices(), donate_argnums=0).lower(*args)
     result = aot.compile_lowered(lowered.lowered, topology=topology, mesh=lowered.mesh)
     result.check_promises(lowered.program.laid_out, lowered.program.report)

@@ -416,7 +416,8 @@ def test_where_the_compiler_adds_up_gradients_the_products_are_floats_at_once() 
     passes = [Quantize("none", rules={"param:up": "int8"}), Shard(collectives="auto")]
 
     def given(devices: Any) -> list[str]:
-        program = parallelize(layer, Plan({"fsdp": 4}, passes), devices=devices).trace(*LAYER)
+        fn, args = ON_MESHES["dot"]
+        program = parallelize(fn, Plan({"fsdp": 4}, passes), devices=devices).trace(*args)
         found = (e for e in equations(program.jaxpr) if e.primitive.name == "dot_general")
         return [str(e.outvars[0].aval.dtype) for e in found if str(e.invars[0].aval.dtype) == "int8"]
 
