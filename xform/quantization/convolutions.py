@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -112,7 +112,8 @@ def _forward(
     a = operand(left, how.left, window.shared[0], found[0])
     b = operand(right, how.right, window.shared[1], found[1])
     values, scales, total, result = _taken_apart(a, b, dtype)
-    out = window.convolved(*values, precision, total)
+    lhs, rhs = values
+    out = window.convolved(lhs, rhs, precision, total)
     rows, features = window.numbers.out_spec[:2]
     for scale, place in zip(scales, (rows, features), strict=True):
         out = _times(out, scale, place)
@@ -175,7 +176,7 @@ def _at(scale: Value, place: int, ndim: int) -> Value:
     return scale.reshape([scale.size if d == place else 1 for d in range(ndim)])
 
 
-def _but(spec: tuple[int, ...], k: int) -> tuple[int, ...]:
+def _but(spec: Sequence[int], k: int) -> tuple[int, ...]:
     return tuple(d for d in range(len(spec)) if d != spec[k])
 
 

@@ -63,9 +63,9 @@ class Recipe:
 
     def products(self, weight: int | None, seed: int) -> Products:
         """For a product whose operand `weight` is one; None: neither."""
-        sides = [self._side("weights" if k == weight else "activations") for k in (0, 1)]
+        left, right = (self._side("weights" if k == weight else "activations") for k in (0, 1))
         gradient = dataclasses.replace(self._side("gradients"), block=0, round=self.rounding, anew=self.anew)
-        return Products(*sides, gradient, gradient, seed)
+        return Products(left, right, gradient, gradient, seed)
 
     def _side(self, field: str) -> Side:
         name = getattr(self, field)

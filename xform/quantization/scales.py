@@ -125,10 +125,10 @@ def measured(x: Value, how: How) -> Range:
     x = x.reshape(split)
     reduced: dict[str, Any] = {"axis": tuple(axes), "keepdims": True}
     if method == "minmax":
-        low, high = jnp.clip(jnp.min(x, **reduced), max=0), jnp.clip(jnp.max(x, **reduced), min=0)
+        least, most = jnp.clip(jnp.min(x, **reduced), max=0), jnp.clip(jnp.max(x, **reduced), min=0)
         if numbers:
-            low, high = low * numbers[0], high * numbers[0]
-        return {"min": low.reshape(shape), "max": high.reshape(shape)}
+            least, most = least * numbers[0], most * numbers[0]
+        return {"min": least.reshape(shape), "max": most.reshape(shape)}
     if method == "rms":
         found = jnp.sqrt(jnp.mean(jnp.square(x), **reduced)) * numbers[0]
     elif method == "percentile":
