@@ -313,8 +313,7 @@ def test_on_a_tpu_the_compiled_step_has_the_kernels_and_no_scores(collectives: A
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("collectives", ["explicit", "auto"])
-@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize(("tensor", "collectives"), [(1, "explicit"), (2, "auto")])
 def test_on_a_tpu_the_compiled_step_has_no_logits(tensor: int, collectives: Any) -> None:
     """Slow: compiles for a TPU."""
     from xform import aot

@@ -40,8 +40,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [*((case, "bfloat16") for case in CASES), *((case, "float32") for case in ("int8", "fp8"))],
+)
 def test_products_and_gradients_are_those_of_qwix_bit_for_bit(case: str, dtype: str) -> None:
     form, gradients = CASES[case]
     how = Products(side(form), side(form), side(gradients), side(gradients))
