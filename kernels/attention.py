@@ -26,7 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from xform.kernels import splash
 from xform.kernels.blocks import Blocks
-from xform.ops import Band, apply
+from xform.ops import Band, Operation, apply
 
 CONTEXT = "context"
 """The name under which what the kernel computes can be saved."""
@@ -284,10 +284,13 @@ def _varying(x: Any) -> frozenset[Any]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(op: AttentionForward, *args: Any) -> tuple[Any, Any]:
-    return _forward(op, *args)[0]
+    return forward(op, *args)[0]
 
 
-def _forward(op: AttentionForward, *args: Any) -> tuple[Any, Any]:
+def forward(op: Operation, *args: Any) -> tuple[Any, Any]:
+    """(out, lse), by their name, and what the backward pass takes: the arguments, of which some are None, and
+    both.
+    """
     out, lse = apply(op, *(x for x in args if x is not None))
     out, lse = checkpoint_name(out, CONTEXT), checkpoint_name(lse, CONTEXT)
     return (out, lse), (*args, out, lse)
@@ -306,4 +309,4 @@ def _backward(op: AttentionForward, kept: Any, given: Any) -> tuple[Any, ...]:
     return dq, dk, dv, dsinks, None, None
 
 
-_attention.defvjp(_forward, _backward)
+_attention.defvjp(forward, _backward)

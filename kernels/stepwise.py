@@ -12,12 +12,12 @@ over what the kernel gives.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from xform.errors import Decline
+from xform.raising.flat import dtype_of
 from xform.raising.loops import Carry, Loop, counts, loops
 from xform.raising.meaning import Raised, Recurrence
 from xform.trace import Atom, DropVar, Jaxpr, Literal, Value, Var, eval_jaxpr, has_effects
@@ -35,7 +35,8 @@ class Steps:
         assert isinstance(m, Recurrence) and m.step is not None
         self.view, self.wanted = m.step, list(dict.fromkeys(wanted))
         self.loop: Loop = next(each for each in loops(r.view) if each.number == r.number)
-        self.read: Var | None = m.read.atom if m.read is not None else None  # type: ignore[assignment]
+        read = None if m.read is None else m.read.atom
+        self.read: Var | None = read if isinstance(read, Var) else None
         self.counters = {c.into: c for c in self.loop.carries if counts(self.loop.body, c)}
         self.before = self._part(self.wanted)
         self.stacked: list[tuple[Atom, Var]] = []
@@ -115,8 +116,7 @@ class Steps:
         return _value(atom, values), 0 if timed else None
 
     def _counted(self, carry: Carry, values: Mapping[Var, Value]) -> Value:
-        dtype: Any = carry.into.aval.dtype  # type: ignore[attr-defined]
-        steps = jnp.arange(self.loop.length, dtype=dtype)
+        steps = jnp.arange(self.loop.length, dtype=dtype_of(carry.into))
         return _value(carry.initial, values) + (steps[::-1] if self.loop.reverse else steps)
 
 

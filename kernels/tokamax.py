@@ -20,14 +20,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.pallas import tpu as pltpu
 
 from xform.errors import PlanError
 from xform.kernels.attention import (
-    CONTEXT,
     AttentionForward,
     alike,
+    forward,
     plain_backward,
     plain_forward,
 )
@@ -225,13 +224,7 @@ def attention(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(op: TokamaxForward, *args: Any) -> tuple[Any, Any]:
-    return _forward(op, *args)[0]
-
-
-def _forward(op: TokamaxForward, *args: Any) -> tuple[Any, Any]:
-    out, lse = apply(op, *(x for x in args if x is not None))
-    out, lse = checkpoint_name(out, CONTEXT), checkpoint_name(lse, CONTEXT)
-    return (out, lse), (*args, out, lse)
+    return forward(op, *args)[0]
 
 
 def _backward(op: TokamaxForward, kept: Any, given: Any) -> tuple[Any, ...]:
@@ -246,7 +239,7 @@ def _backward(op: TokamaxForward, kept: Any, given: Any) -> tuple[Any, ...]:
     return dq, dk, dv, dsinks, None, None, None
 
 
-_attention.defvjp(_forward, _backward)
+_attention.defvjp(forward, _backward)
 
 
 def _delta(out: Any, dout: Any) -> Any:

@@ -295,7 +295,9 @@ def _tell_left(p: NamedProduct, jaxpr: Jaxpr, context: Context) -> None:
 
 def _why(recipe: Recipe) -> str:
     scales = "one scale a channel" if recipe.channels else "one scale an array"
-    return f"{scales}; a value that is no number makes what shares its scale none"
+    if "fixed" in (recipe.activations_calibration + recipe.weights_calibration):
+        return f"{scales}; where the range is fixed, NaN becomes the integer 0 and infinity the range's end"
+    return f"{scales}; NaN or infinity in an operand shows as NaN in all results that share its scale"
 
 
 def _there(products: Mapping[Any, NamedProduct], paths: Sequence[str]) -> str:

@@ -74,8 +74,6 @@ FEW = ("int8", "int8, blocks", "nf4 weights, blocks")
 def test_products_and_gradients_are_those_of_qwix_bit_for_bit(shape: str, case: str, dtype: str) -> None:
     a, w, gradients, method, block = CASES[case]
     left, right, dims = operands(shape, dtype)
-    if block and left.shape[dims[0][0][-1]] % block:
-        pytest.skip("blocks do not divide what is contracted")
     how = Products(side(a, method, block), side(w, method, block), side(gradients), side(gradients))
     config = dot_general_qt.DotGeneralQtConfig(
         lhs_qtype=QTYPES.get(a),
@@ -126,6 +124,13 @@ def test_a_value_that_is_no_number_shows_in_what_shares_its_scale_and_nowhere_el
     assert np.isnan(np.asarray(y[1])).all()
     rest = np.delete(np.asarray(y), 1, 0)
     np.testing.assert_array_equal(rest, np.delete(np.asarray(clean), 1, 0))
+
+
+def test_with_a_fixed_range_nan_is_zero_and_infinity_the_end_of_the_range() -> None:
+    """As in Qwix; the report says so."""
+    how = Side(FORMATS["int8"], calibration("fixed,-2,2", "test")).how(1, (0,))
+    codes = quantized(jnp.asarray([np.nan, np.inf, -np.inf, 0.5], jnp.float32), how).codes
+    assert codes.tolist() == [0, 127, -128, 32]
 
 
 def test_rounding_at_random_is_right_on_average_and_the_same_each_time() -> None:

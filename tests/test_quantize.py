@@ -16,7 +16,7 @@ from tests.test_experts import grouped, loss_with
 from xform import Plan, PlanError, Remat, Shard, parallelize, topologies
 from xform.higher_order import equations
 from xform.models import llama
-from xform.passes.quantize import Quantize
+from xform.passes.quantize import RECIPES, Quantize
 
 STEP, ARGS = llama.train_step(size="tiny", batch=8, length=16)
 ALL = {"query_proj", "key_proj", "value_proj", "out_proj", "mlpwi_0", "mlpwi_1", "mlpwo"}
@@ -329,6 +329,7 @@ MESHES = {
 }
 CODED = [
     *(("dot", mesh, recipe) for mesh in MESHES for recipe in ("int8", "fp8")),
+    ("dot", "data, fsdp, tensor", "stochastic"),
     *(("ragged", mesh, "int8") for mesh in MESHES),
     ("ragged", "fsdp and tensor", "fp8"),
     *(("conv", mesh, "int8") for mesh in MESHES),
@@ -343,7 +344,8 @@ def wider(recipe: str) -> Quantize:
     spells a division (x * (1 / s) is another number) would decide between them.
     """
     calibrations = {f"{each}_calibration": "absmax,1.01" for each in ("activations", "weights", "gradients")}
-    return Quantize("none", rules={"param:up": "wider"}, recipes={"wider": {"base": recipe, **calibrations}})
+    own: dict[str, Any] = {"base": recipe} if recipe in RECIPES else {"base": "int8", "rounding": recipe}
+    return Quantize("none", rules={"param:up": "wider"}, recipes={"wider": own | calibrations})
 
 
 @pytest.mark.parametrize("collectives", ["explicit", "auto"])

@@ -13,7 +13,7 @@ over devices, each element being treated alone.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -165,8 +165,8 @@ def told_of(op: Operation) -> str:
 def on_parts(op: Operation, axes: Mapping[str, tuple[str, ...]]) -> Operation:
     """The operation as a device runs it, its dimensions lying over these mesh axes of a manual region."""
     own = {c: tuple(axes.get(c, ())) for c in told_of(op)}
-    made: Operation = op.over(own) if any(own.values()) else op  # type: ignore[attr-defined]
-    return made
+    over: Callable[[Mapping[str, tuple[str, ...]]], Operation] | None = getattr(op, "over", None)
+    return over(own) if over is not None and any(own.values()) else op
 
 
 def terms_of(op: Operation, number: int, axes: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:

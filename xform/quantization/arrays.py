@@ -26,8 +26,8 @@ class Quantized:
 
     codes: Value
     scale: Value
+    format: Format = dataclasses.field(metadata={"static": True})
     zero: Value | None = None
-    format: Format = dataclasses.field(metadata={"static": True}, default=None)  # type: ignore[assignment]
 
     def blocks(self) -> dict[int, int]:
         """The dimensions with several scales for several numbers each, and for how many."""
@@ -43,7 +43,7 @@ def quantized(x: Value, how: How, found: Range | None = None, seed: int = 0) -> 
     if zero is not None:
         shifted = along(jnp.add, shifted, zero.astype(shifted.dtype))
     noise = noise_for(x, seed) if how.round == "stochastic" and how.format.is_integer else None
-    return Quantized(how.format.encode(shifted, noise), scale, zero, how.format)
+    return Quantized(how.format.encode(shifted, noise), scale, how.format, zero)
 
 
 def whole(q: Quantized) -> Value:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
 
 from xform.ops.masks import Band
 from xform.raising.flat import View
@@ -259,21 +258,3 @@ class Near:
     @property
     def line(self) -> str:
         return source_line(self.view.eqns[self.number])
-
-
-def values_of(meaning: Any) -> list[Var]:
-    """The variables that a meaning names: what the operation takes, and gives."""
-    found: list[Var] = []
-
-    def into(x: Any) -> None:
-        if isinstance(x, Var):
-            found.append(x)
-        elif isinstance(x, tuple):
-            for each in x:
-                into(each)
-        elif dataclasses.is_dataclass(x):
-            for field in dataclasses.fields(x):
-                into(getattr(x, field.name))
-
-    into(meaning)
-    return list(dict.fromkeys(found))
