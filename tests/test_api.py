@@ -287,7 +287,7 @@ def test_passes_that_want_to_come_after_one_another_are_an_error():
 
 def test_a_pass_that_changes_the_type_of_the_program_is_named():
     with pytest.raises(
-        RewriteError, match=r"halve made a program of type .* -> \(\); it was .* -> \(float32\[3,5\]\)"
+        RewriteError, match=r"halve made a program of type .* -> \(\); it should be .* -> \(float32\[3,5\]\)"
     ):
         parallelize(jnp.sin, plan(Halve()))(X)
 

@@ -1,9 +1,9 @@
 """What a pass is told about the program it rewrites: the mesh, the inputs and outputs, their axes, and the
 report.
 
-A pass takes a program to a program; what it decides about the arguments, their layout, it writes into the
-context, and `parallelize` applies it. One context serves one traced function, through all passes of its
-stage.
+A pass takes a program to one of the same inputs and results, or says in the context which it has now; what it
+decides about the arguments, their layout, it writes into the context, and `parallelize` applies it. One
+context serves one traced function, through all passes of its stage.
 """
 
 from __future__ import annotations

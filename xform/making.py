@@ -154,8 +154,9 @@ def _run(
         if method == "finish" and jaxpr is before:
             continue
         name = type(p).__name__.lower()
-        if (was := type_text(before)) != (now := type_text(jaxpr)):
-            raise RewriteError(f"{name} made a program of type {now}; it was {was}")
+        want, now = type_text(context.inputs, context.outputs), type_text(jaxpr.invars, jaxpr.outvars)
+        if now != want:
+            raise RewriteError(f"{name} made a program of type {now}; it should be {want}")
         if jax.config.jax_enable_checks:
             check_jaxpr(jaxpr)
         stages.append(Stage(name + suffix, before, jaxpr))

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from xform.trace import Jaxpr, ShapedArray, typeof
+from xform.trace import ShapedArray, typeof
 
 Space = jax.memory.Space
 
@@ -41,9 +41,9 @@ def laid(x: Any, sharding: NamedSharding | None, aval: Any) -> Any:
     return x if sharding is None else jax.lax.with_sharding_constraint(x, sharding)
 
 
-def type_text(jaxpr: Jaxpr) -> str:
-    """The types of a program's inputs and results, whatever memory they lie in."""
-    takes, gives = (_texts(v.aval for v in variables) for variables in (jaxpr.invars, jaxpr.outvars))
+def type_text(inputs: Iterable[Any], outputs: Iterable[Any]) -> str:
+    """The types of a program's inputs and results, whatever memory they lie in. Each has an `aval`."""
+    takes, gives = (_texts(each.aval for each in some) for some in (inputs, outputs))
     return f"({takes}) -> ({gives})"
 
 
