@@ -17,28 +17,36 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
+import functools
+import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 
 from xform.context import Context
 from xform.errors import Decline, PlanError
 from xform.promises.multiplied import scope as scope_of
-from xform.quantization.convolutions import quantized_conv, window_of
-from xform.quantization.products import is_float
-from xform.quantization.ragged import is_forward, quantized_ragged_dot
+from xform.quantization.arrays import Quantized
+from xform.quantization.carrying import Made, carried, told
+from xform.quantization.convolutions import CONVOLUTION
+from xform.quantization.products import Operand, is_float
 from xform.quantization.recipes import RECIPES, Recipe, recipe_named
+from xform.quantization.replacing import MAKERS
+from xform.quantization.scales import How
 from xform.quantization.summing import as_floats
-from xform.quantization.training import Products, quantized_dot
+from xform.quantization.training import Side
 from xform.quantization.weighing import check_pays, sizes_of
+from xform.quantization.weights import Storable, storable, stored
 from xform.report import Promise
 from xform.rewrite import Path, Site, rewrite
+from xform.roles import Roles
 from xform.tensors.names import MORE_PRODUCTS, NAMES, NamedProduct, name_products
 from xform.topologies import kind_of
-from xform.trace import Atom, Jaxpr, Value, Var, name_stack, shape_of, source_line
+from xform.trace import Atom, Jaxpr, JaxprEqn, Value, Var, name_stack, shape_of, source_line
 
 LEFT = {
     "logits": "the head's errors are the loss's own",
@@ -49,8 +57,8 @@ LEFT = {
 }
 """What is left in float unless a rule names it, and why."""
 
+GIVEN = "its weight is given as codes, which a program that is differentiated multiplies in floats"
 NONE = "none"
-CONVOLUTION = "conv_general_dilated"
 KINDS = ("where", "param")
 
 Place = tuple[Path, int]
@@ -85,44 +93,29 @@ class Quantize:
     exact: ClassVar[bool] = False
 
     def rewrite(self, jaxpr: Jaxpr, context: Context) -> Jaxpr:
-        rules = list(self._rules())
-        by_default = (
-            None if self.recipe == NONE else recipe_named(self.recipe, self.recipes, "quantize.recipe")
-        )
-        products = {(p.path, p.index): p for p in name_products(jaxpr, context.roles(jaxpr))}
-        paths = [leaf.path for leaf in context.inputs]
-        chosen: dict[Place, Recipe] = {}
-        named: set[Place] = set()
-        met: Counter[str] = Counter()
-        for place, p in products.items():
-            recipe, said = (by_default, False) if _by_default(p) else (None, False)
-            for rule in rules:
-                if rule.matches(p, context.roles(jaxpr).axes.scope(p.path).jaxpr.eqns[p.index], paths):
-                    met[rule.text] += 1
-                    recipe, said = rule.recipe, True
-                    named.add(place)
-            if recipe is not None:
-                chosen[place] = recipe
-            elif not said and by_default is not None:
-                _tell_left(p, jaxpr, context)
-        for rule in rules:
-            if not met[rule.text]:
-                raise PlanError(
-                    f"quantize.rules: {rule.text!r} matches no product; {_there(products, paths)}"
-                )
-        if not chosen:
-            raise PlanError(f"quantize: there is nothing to quantize; {_there(products, paths)}")
-
-        for place in list(self._slower(products, chosen, named, jaxpr, context)):
-            del chosen[place]
+        products = self._products(jaxpr, context)
 
         def rule_for(site: Site) -> Sequence[Value] | None:
-            recipe = chosen.get((site.path, site.index))
-            if recipe is None:
-                return None
-            return self._quantized(site, products[site.path, site.index], recipe, context)
+            made = products.get((site.path, site.index))
+            return None if made is None else [made(site.args)]
 
         return rewrite(jaxpr, rule_for, context.report, "quantize")
+
+    def carry(self, jaxpr: Jaxpr, context: Context) -> Jaxpr:
+        """The program with the weights that are given as codes as its inputs, in place of floats."""
+        given = context.given
+        assert given is not None
+        leaves = context.given_as
+        products = {} if context.differentiated else self._products(jaxpr, context)
+        values = [leaf.path for leaf in context.inputs]
+        avals, names = [leaf.aval for leaf in leaves], [leaf.path for leaf in leaves]
+        made, whole = carried(jaxpr, given.held, avals, names, products)
+        for note in told(whole):
+            why = f"{note.eqn.primitive.name} takes no codes: it gets them as floats"
+            for i in sorted(note.inputs):
+                context.report.declined("quantize", values[i], why, note.where)
+        context.inputs, context.in_shardings = leaves, [None] * len(leaves)
+        return made
 
     def finish(self, jaxpr: Jaxpr, context: Context) -> Jaxpr:
         """Where the compiler adds up devices' terms of a gradient, they are floats, not sums of 32 bits."""
@@ -151,46 +144,112 @@ class Quantize:
                 text, kind, pattern, None if name == NONE else recipe_named(name, self.recipes, where)
             )
 
+    def _products(self, jaxpr: Jaxpr, context: Context) -> dict[Place, Made]:
+        """What takes the place of each product that is quantized, once its operands are known."""
+        rules = list(self._rules())
+        by_default = (
+            None if self.recipe == NONE else recipe_named(self.recipe, self.recipes, "quantize.recipe")
+        )
+        there = _There.of(jaxpr, context)
+        chosen: dict[Place, Recipe] = {}
+        named: set[Place] = set()
+        met: Counter[str] = Counter()
+        for place, p in there.products.items():
+            recipe, said = (by_default, False) if _by_default(p) else (None, False)
+            for rule in rules:
+                if rule.matches(p, there.eqns[place], there.paths):
+                    met[rule.text] += 1
+                    recipe, said = rule.recipe, True
+                    named.add(place)
+            if recipe is not None:
+                chosen[place] = recipe
+            elif not said and by_default is not None:
+                there.tell(place, LEFT.get(p.name, LEFT[""]), context)
+        for rule in rules:
+            if not met[rule.text]:
+                raise PlanError(f"quantize.rules: {rule.text!r} matches no product; {there}")
+        if not chosen:
+            raise PlanError(f"quantize: there is nothing to quantize; {there}")
+        if context.differentiated:
+            for place in [place for place in chosen if there.is_given(place, context)]:
+                there.tell(place, GIVEN, context)
+                del chosen[place]
+        elif context.given is None:
+            context.storable = functools.partial(self._storable, jaxpr, dict(chosen), there)
+        for place in list(self._slower(chosen, named, there, context)):
+            del chosen[place]
+        return {
+            place: functools.partial(
+                self._quantized, there.eqns[place], there.products[place], recipe, context
+            )
+            for place, recipe in chosen.items()
+        }
+
+    def _storable(self, jaxpr: Jaxpr, chosen: Mapping[Place, Recipe], there: _There) -> Storable:
+        """How the weights that products take can be stored as codes."""
+        found: dict[int, How] = {}
+        for place, recipe in chosen.items():
+            p, eqn = there.products[place], there.eqns[place]
+            if p.weight is None or not recipe.weights:
+                continue
+            how = recipe.products(p.weight, self.seed)
+            scope, side = there.roles.axes.scope(p.path), (how.left, how.right)[p.weight]
+            for i, own in stored(there.roles, scope, eqn, p.weight, p.inputs, side):
+                if found.setdefault(i, own) != own:
+                    raise PlanError(
+                        f"quantize: several products want {there.paths[i]} quantized in different ways,"
+                        f" {p.name or 'one'} at {source_line(eqn)} among them: give them one recipe"
+                    )
+        return storable(jaxpr, found, there.paths)
+
     def _slower(
-        self,
-        products: Mapping[Place, NamedProduct],
-        chosen: Mapping[Place, Recipe],
-        named: Collection[Place],
-        jaxpr: Jaxpr,
-        context: Context,
+        self, chosen: Mapping[Place, Recipe], named: Collection[Place], there: _There, context: Context
     ) -> Iterator[Place]:
         """Of what no rule names, what takes a TPU longer when it is quantized, which the report says."""
         kind = kind_of(context.mesh.devices.flat[0])
         if kind is None or self.force:
             return
-        roles, eqns = context.roles(jaxpr), {}
         takers: Counter[tuple[Path, Recipe, Atom]] = Counter()
         for place, recipe in chosen.items():
-            eqns[place] = eqn = roles.axes.scope(place[0]).jaxpr.eqns[place[1]]
-            takers.update((place[0], recipe, v) for v in eqn.invars[:2] if isinstance(v, Var))
+            takers.update((place[0], recipe, v) for v in there.eqns[place].invars[:2] if isinstance(v, Var))
         for place, recipe in list(chosen.items()):
-            p, eqn, scope = products[place], eqns[place], roles.axes.scope(place[0])
+            p, eqn = there.products[place], there.eqns[place]
             if place in named or eqn.primitive.name not in ("dot_general", CONVOLUTION):
                 continue
+            how = recipe.products(p.weight, self.seed)
+            if not context.differentiated:
+                how = dataclasses.replace(how, dlhs=Side(), drhs=Side())
             try:
                 if eqn.primitive.name == CONVOLUTION and recipe.activations:
                     raise Decline("left in float: a TPU computes convolutions of codes no faster")
                 if eqn.primitive.name == CONVOLUTION:
                     continue
-                shared = [takers[place[0], recipe, v] or 1 for v in eqn.invars[:2]]
-                sizes = sizes_of(roles, scope, eqn, p.weight, context.mesh.shape, shared)
-                check_pays(kind, sizes, recipe.products(p.weight, self.seed))
+                shared: list[float] = [takers[place[0], recipe, v] or 1 for v in eqn.invars[:2]]
+                if p.weight is not None and there.is_given(place, context):
+                    shared[p.weight] = math.inf
+                scope = there.roles.axes.scope(place[0])
+                sizes = sizes_of(there.roles, scope, eqn, p.weight, context.mesh.shape, shared)
+                check_pays(kind, sizes, how)
             except Decline as why:
-                where = source_line(eqn) or name_stack(eqn)
-                context.report.declined("quantize", p.name or "a product", str(why), where)
+                there.tell(place, str(why), context)
                 yield place
 
-    def _quantized(self, site: Site, p: NamedProduct, recipe: Recipe, context: Context) -> Sequence[Value]:
-        what = p.name or "a product"
-        if not all(is_float(a.dtype) for a in site.avals[:2]):
-            raise Decline(f"{what} is of {', '.join(str(a.dtype) for a in site.avals[:2])}, not of floats")
-        contracted, make = MAKERS[site.name](site, what)
+    def _quantized(
+        self, eqn: JaxprEqn, p: NamedProduct, recipe: Recipe, context: Context, operands: Sequence[Operand]
+    ) -> Value:
+        what, line = p.name or "a product", source_line(eqn) or name_stack(eqn)
+        types = [str((x.scale if isinstance(x, Quantized) else x).dtype) for x in operands[:2]]
+        if not all(is_float(jnp.dtype(name)) for name in types):
+            raise Decline(f"{what} is of {', '.join(types)}, not of floats")
+        contracted, make = MAKERS[eqn.primitive.name](eqn, what)
         how = recipe.products(p.weight, self.seed)
+        for k, (field, other) in enumerate((("left", "right"), ("right", "left"))):
+            if isinstance(x := operands[k], Quantized):
+                # its blocks, if it has some, are those of what it is multiplied with too
+                along = contracted[k][1]
+                block = 0 if along is None else x.blocks().get(along, 0)
+                sides = {field: Side(), other: dataclasses.replace(getattr(how, other), block=block)}
+                how = dataclasses.replace(how, **sides)
         for (k, along), side in zip(contracted, (how.left, how.right, how.dlhs, how.drhs), strict=True):
             size = side.block or (side.format.block if side.format else 0)
             if not (side.format and size):
@@ -200,72 +259,58 @@ class Quantize:
                     f"{what} contracts no dimension that blocks could be along: give it a recipe "
                     "without blocks by a rule"
                 )
-            many = shape_of(site.eqn.invars[k])[along]
+            many = shape_of(eqn.invars[k])[along]
             if many % size:
                 raise PlanError(
                     f"quantize: blocks of {size} do not divide the {many} numbers that {what}, or its "
-                    f"gradient, contracts ({site.line}): give it another recipe by a rule, or other blocks"
+                    f"gradient, contracts ({line}): give it another recipe by a rule, or other blocks"
                 )
-        (out,) = site.out_avals
         with jax.named_scope(scope_of(p.name)):
-            made = make(how, site.params["precision"], out.dtype)
-        codes = how.left.format and how.right.format and site.name == "dot_general"
-        if codes and kind_of(context.mesh.devices.flat[0]) is not None:
-            context.report.promise(Promise("quantize", p.name, "quantized", site.line or site.where))
-        context.report.did("quantize", f"{what}: {recipe}", _why(recipe), site.line or site.where)
-        return [made]
-
-
-Contracted = list[tuple[int, int | None]]
-"""What each side of `Products` has contracted, in blocks if there are any: a dimension of an operand, left 0
-or right 1; None: no dimension.
-"""
-Make = Callable[[Products, Any, Any], Value]
-"""The product quantized, in this precision and dtype."""
-
-
-def _dot(site: Site, what: str) -> tuple[Contracted, Make]:
-    dims, (left, right) = site.params["dimension_numbers"], site.args
-    free = [
-        [d for d in range(len(shape_of(v))) if d not in (*dims[0][k], *dims[1][k])]
-        for k, v in enumerate(site.eqn.invars[:2])
-    ]
-    along = [*zip((0, 1), dims[0], strict=True), (1, free[1]), (0, free[0])]
-    return (
-        [(k, ds[-1] if ds else None) for k, ds in along],
-        lambda how, precision, dtype: quantized_dot(left, right, dims, how, precision, dtype),
-    )
-
-
-def _ragged_dot(site: Site, what: str) -> tuple[Contracted, Make]:
-    if not is_forward(site.params["ragged_dot_dimension_numbers"]) or len(site.avals[2].shape) != 1:
-        raise Decline(
-            f"{what} is a ragged product of other dimensions than rows x contracted, experts x "
-            "contracted x columns: move them so, as lax.ragged_dot takes them"
+            made = make(operands, how, eqn.params["precision"], eqn.outvars[0].aval.dtype)
+        codes = all(
+            isinstance(x, Quantized) or side.format
+            for x, side in zip(operands, (how.left, how.right), strict=False)
         )
-    left, right, sizes = site.args
-    return (
-        [(0, 1), (1, 1), (1, 2), (0, 0)],
-        lambda how, precision, dtype: quantized_ragged_dot(left, right, sizes, how, precision, dtype),
-    )
+        if (
+            codes
+            and eqn.primitive.name == "dot_general"
+            and kind_of(context.mesh.devices.flat[0]) is not None
+        ):
+            context.report.promise(Promise("quantize", p.name, "quantized", line))
+        context.report.did("quantize", f"{what}: {recipe}", _why(recipe), line)
+        return made
 
 
-def _conv(site: Site, what: str) -> tuple[Contracted, Make]:
-    if site.params["batch_group_count"] != 1:
-        raise Decline(f"{what} has groups of the batch, which have no scales apart: convolve each by itself")
-    window, (left, right) = window_of(site.params), site.args
-    return (
-        [(0, None), (1, None), (1, None), (0, None)],
-        lambda how, precision, dtype: quantized_conv(left, right, window, how, precision, dtype),
-    )
+@dataclasses.dataclass(frozen=True)
+class _There:
+    """The products of a program, and what they are told by."""
 
+    products: dict[Place, NamedProduct]
+    eqns: dict[Place, JaxprEqn]
+    roles: Roles
+    paths: list[str]
 
-MAKERS: dict[str, Callable[[Site, str], tuple[Contracted, Make]]] = {
-    "dot_general": _dot,
-    "ragged_dot_general": _ragged_dot,
-    CONVOLUTION: _conv,
-}
-"""What is quantized, by primitive."""
+    @classmethod
+    def of(cls, jaxpr: Jaxpr, context: Context) -> _There:
+        roles = context.roles(jaxpr)
+        products = {(p.path, p.index): p for p in name_products(jaxpr, roles)}
+        eqns = {place: roles.axes.scope(place[0]).jaxpr.eqns[place[1]] for place in products}
+        return cls(products, eqns, roles, [leaf.path for leaf in context.inputs])
+
+    def is_given(self, place: Place, context: Context) -> bool:
+        """Whether the weight of a product is given as codes."""
+        return any(self.paths[i] in context.codes for i in self.products[place].inputs)
+
+    def tell(self, place: Place, why: str, context: Context) -> None:
+        """Says why a product is left alone."""
+        where = source_line(self.eqns[place]) or name_stack(self.eqns[place])
+        context.report.declined("quantize", self.products[place].name or "a product", why, where)
+
+    def __str__(self) -> str:
+        names = ", ".join(sorted({p.name for p in self.products.values() if p.name})) or "none has a name"
+        inputs = {i for p in self.products.values() for i in p.inputs if i < len(self.paths)}
+        weights = sorted({self.paths[i] for i in inputs if self.paths[i]})
+        return f"there are: {names}; weights: {', '.join(weights[:8]) or 'none'}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -287,23 +332,11 @@ def _by_default(p: NamedProduct) -> bool:
     return p.weight is not None and (not p.name or p.name not in LEFT)
 
 
-def _tell_left(p: NamedProduct, jaxpr: Jaxpr, context: Context) -> None:
-    eqn = context.roles(jaxpr).axes.scope(p.path).jaxpr.eqns[p.index]
-    why = LEFT.get(p.name, LEFT[""])
-    context.report.declined("quantize", p.name or "a product", why, source_line(eqn) or name_stack(eqn))
-
-
 def _why(recipe: Recipe) -> str:
     scales = "one scale a channel" if recipe.channels else "one scale an array"
     if "fixed" in (recipe.activations_calibration + recipe.weights_calibration):
         return f"{scales}; where the range is fixed, NaN becomes the integer 0 and infinity the range's end"
     return f"{scales}; NaN or infinity in an operand shows as NaN in all results that share its scale"
-
-
-def _there(products: Mapping[Any, NamedProduct], paths: Sequence[str]) -> str:
-    names = ", ".join(sorted({p.name for p in products.values() if p.name})) or "none has a name"
-    weights = sorted({paths[i] for p in products.values() for i in p.inputs if i < len(paths) and paths[i]})
-    return f"there are: {names}; weights: {', '.join(weights[:8]) or 'none'}"
 
 
 __all__ = ["LEFT", "RECIPES", "Quantize"]

@@ -17,10 +17,12 @@ from xform.passes.chunkedloss import ChunkedLoss  # noqa: E402
 from xform.passes.kernels import Kernels  # noqa: E402
 from xform.passes.narrow import Narrow  # noqa: E402
 from xform.passes.offload import Offload  # noqa: E402
+from xform.passes.quantize import Quantize  # noqa: E402
 from xform.passes.remat import Remat  # noqa: E402
 from xform.passes.roll import Roll  # noqa: E402
 from xform.passes.shard import Shard  # noqa: E402
 from xform.plan import Pass, Plan  # noqa: E402
+from xform.quantization.arrays import Quantized  # noqa: E402
 from xform.raising.describe import raised  # noqa: E402
 from xform.report import Report  # noqa: E402
 from xform.state import Placed  # noqa: E402
@@ -40,6 +42,8 @@ __all__ = [
     "PlanError",
     "Program",
     "PromiseError",
+    "Quantize",
+    "Quantized",
     "Remat",
     "Report",
     "RewriteError",

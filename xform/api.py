@@ -23,6 +23,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from xform.errors import PlanError
 from xform.making import Making
 from xform.plan import Plan
 from xform.program import (
@@ -32,6 +33,8 @@ from xform.program import (
     signature,
 )
 from xform.promises import check_compiled
+from xform.quantization.arrays import Quantized, quantized
+from xform.quantization.scales import How
 from xform.sharding.memory import in_memory, laid
 from xform.sharding.placement import dtype_of, provisional, put, put_row, taken_apart
 from xform.state import (
@@ -133,6 +136,39 @@ class Parallelized:
             for tree in trees
         )
         return plain[0] if len(plain) == 1 else plain
+
+    def quantize(self, params: Any, *args: Any, **kwargs: Any) -> Any:
+        """`params`, the function's first argument, with its weights as codes: `xform.Quantized` in place of
+        those arrays that the plan's Quantize multiplies. The step takes either tree.
+
+        params: arrays or ShapeDtypeStructs, or `Placed`. args: the function's other arguments, not needed
+        where it was traced before. What cannot be stored as codes stays as it is, with a warning that says
+        why. Raises PlanError where the plan does not quantize weights, or the function differentiates.
+        """
+        params = self.unplace(params)
+        program = self.trace(params, *args, **kwargs) if args or kwargs else self._known((params,))
+        name = getattr(self._fn, "__name__", "the function")
+        if program is None and self._takes((params,)):
+            program = self.trace(params)
+        if program is None:
+            raise PlanError(
+                f"quantize: {name} was not traced with arguments of these types yet, and the whole program"
+                " says which weights it multiplies: give all its arguments, or call .trace(...) before"
+            )
+        if program.storable is None:
+            raise PlanError(
+                f"quantize: {name} has no weights to be stored as codes: its plan has no quantize, or it"
+                " differentiates; use a step that serves, under a plan with quantize"
+            )
+        found = program.storable()
+        for path, where in found.left.items():
+            warnings.warn(f"quantize: {path} stays in floats, which {where} takes", stacklevel=2)
+        with_paths, tree = jax.tree_util.tree_flatten_with_path((params,))
+        leaves = [
+            x if (how := found.hows.get(jax.tree_util.keystr(path))) is None else _as_codes(x, how)
+            for path, x in with_paths
+        ]
+        return jax.tree.unflatten(tree, leaves)[0]
 
     def init(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`init_fn(*args)`, the function's first argument, born on the mesh: nobody ever holds it whole.
@@ -305,6 +341,18 @@ def parallelize(
         "static_argnames": static_argnames,
     }
     return Parallelized(fn, plan, mesh, {k: v for k, v in options.items() if v is not None})
+
+
+@functools.partial(jax.jit, static_argnames="how")
+def _quantized(x: Any, how: How) -> Quantized:
+    return quantized(x, how)
+
+
+def _as_codes(x: Any, how: How) -> Quantized:
+    """A weight as codes; of a ShapeDtypeStruct, such too."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.eval_shape(functools.partial(quantized, how=how), x)
+    return _quantized(x, how)
 
 
 def _aval(x: Any) -> Any:

@@ -9,12 +9,14 @@ context serves one traced function, through all passes of its stage.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from xform.axes import find_axes
+from xform.quantization.given import Given
+from xform.quantization.weights import Storable
 from xform.report import Report
 from xform.roles import Roles, find_roles
 from xform.roles.logical import Named
@@ -46,7 +48,11 @@ class Context:
     in_shardings, out_shardings: one a leaf of `inputs` and `outputs`, None where no pass has said anything.
     reasons: for each leaf's path, why it lies so. kinds: of each input, `roles.inputs.Kind`, once Shard has
     looked. dcn: by how much each axis of the mesh crosses slices, as the plan says. spec: the layout of a
-    value by what its dimensions are, once Shard has looked.
+    value by what its dimensions are, once Shard has looked. differentiated: whether the program is what the
+    function differentiates, or holds gradients. given: which inputs are codes of weights, which the program
+    takes as floats until Quantize carries them through it; given_as: the leaves they are then; codes: the
+    paths of these weights. storable: finds which
+    weights of a program that is not differentiated can be stored as codes, and how.
     """
 
     stage: Stage
@@ -61,6 +67,11 @@ class Context:
     kinds: Sequence[str] = ()
     dcn: Mapping[str, int] = dataclasses.field(default_factory=dict)
     spec: Callable[[Sequence[Named]], PartitionSpec] | None = None
+    differentiated: bool = False
+    given: Given | None = None
+    given_as: Sequence[Leaf] = ()
+    codes: Collection[str] = ()
+    storable: Callable[[], Storable] | None = None
     _roles: tuple[Jaxpr, Roles] | None = None
 
     def __post_init__(self) -> None:

@@ -18,6 +18,8 @@ from xform.errors import PlanError, RewriteError
 from xform.memory import Trial
 from xform.plan import Pass, Plan
 from xform.program import LAST, Program, Stage, input_leaves, moved_names, next_state, stacked_leaves
+from xform.quantization.given import given
+from xform.quantization.weights import Storable
 from xform.report import Report
 from xform.sharding.memory import type_text
 from xform.state import Groups, Packed, pack
@@ -61,27 +63,38 @@ class Making:
         stages: list[Stage] = []
         numbers = [i for i in range(tree.num_leaves) if i not in static]
         inputs = input_leaves(tree, numbers, avals, self.donated)
+        takes = _Takes(tree, numbers, static, inputs)  # what the function takes: floats where codes are given
+        if (codes := given(tree, numbers)) is not None:
+            types = codes.types(avals)
+            floats = input_leaves(codes.tree, codes.values, types, self.donated)
+            takes = _Takes(codes.tree, codes.values, codes.static(static), floats)
+        coded = frozenset(takes.inputs[k].path for k in codes.coded) if codes else frozenset[str]()
         out_tree: Any = None
         outputs: tuple[Leaf, ...] = ()
+        storable: Callable[[], Storable] | None = None
         spent = 0.0
 
         passed: dict[int, Leaf] = {}  # inputs by the tracers they are while the function is traced
 
         def flat(*values: Any) -> list[Any]:
             nonlocal out_tree, outputs
-            passed.update(zip(map(id, values), inputs, strict=True))
-            leaves = dict(static) | dict(zip(numbers, values, strict=True))
-            args, kwargs = jax.tree.unflatten(tree, [leaves[i] for i in range(tree.num_leaves)])
+            passed.update(zip(map(id, values), takes.inputs, strict=True))
+            args, kwargs = takes.arguments(values)
             with_paths, out_tree = jax.tree_util.tree_flatten_with_path(self.fn(*args, **kwargs))
             outputs = tuple(Leaf(jax.tree_util.keystr(p), typeof(x)) for p, x in with_paths)
             return [x for _, x in with_paths]
 
-        def model(jaxpr: Jaxpr, leaves: Sequence[Leaf]) -> Jaxpr:
-            nonlocal spent
+        def model(
+            jaxpr: Jaxpr, leaves: Sequence[Leaf], passes: Sequence[Pass], context: dict[str, Any]
+        ) -> Jaxpr:
+            nonlocal spent, storable
             start = time.perf_counter()
             results = tuple(Leaf("", v.aval) for v in jaxpr.outvars)
-            context = Context("model", self.mesh, report, leaves, results, self.plan.axes)
-            after = _run(jaxpr, model_passes, context, stages, " (model)")
+            made = Context(
+                "model", self.mesh, report, leaves, results, self.plan.axes, codes=coded, **context
+            )
+            after = _run(jaxpr, passes, made, stages, " (model)")
+            storable = made.storable
             spent += time.perf_counter() - start
             return after
 
@@ -90,21 +103,32 @@ class Making:
         def at_boundary(jaxpr: Jaxpr, values: Sequence[Any]) -> Jaxpr:
             nonlocal differentiated
             differentiated = True
-            return model(jaxpr, [passed.get(id(x), Leaf("", typeof(x))) for x in values])
+            leaves = [passed.get(id(x), Leaf("", typeof(x))) for x in values]
+            return model(jaxpr, leaves, model_passes, {"differentiated": True})
 
         model_passes = _of_stage(passes, "model")
         name = getattr(self.fn, "__name__", "fn")
         start = time.perf_counter()
-        paths = [leaf.path for leaf in inputs]
+        paths = [leaf.path for leaf in takes.inputs]
+        types = [leaf.aval for leaf in takes.inputs]
         if model_passes:
             with boundary(
                 at_boundary, object()
             ):  # a key of its own: nothing that jit traced before is reused
-                jaxpr = trace_flat(flat, avals, name, paths)
+                jaxpr = trace_flat(flat, types, name, paths)
+            carrying = [p for p in model_passes if hasattr(p, "carry")] if codes else []
+            more: dict[str, Any] = {"given": codes, "given_as": inputs} if codes else {}
             if not differentiated:
-                jaxpr = model(jaxpr, inputs)
+                jaxpr = model(jaxpr, takes.inputs, model_passes, more)
+            elif carrying:
+                jaxpr = model(jaxpr, takes.inputs, carrying, {**more, "differentiated": True})
         else:
-            jaxpr = trace_flat(flat, avals, name, paths)
+            jaxpr = trace_flat(flat, types, name, paths)
+        if codes is not None and len(jaxpr.invars) != len(inputs):
+            raise PlanError(
+                f"{', '.join(sorted(coded)[:3])}: given as codes (xform.Quantized), which no pass of the plan"
+                " takes: add quantize to it"
+            )
         traced = time.perf_counter()
         stacks = any(getattr(p, "stacks", False) for p in passes)
         jaxpr, in_groups, out_groups = _stacked(
@@ -132,12 +156,30 @@ class Making:
             tuple(context.in_shardings),
             tuple(context.out_shardings),
             context.reasons,
+            storable,
             tree,
             out_tree,
             tuple(tuple(numbers[i] for i in group) for group in in_groups),
             out_groups,
             {"trace": traced - start - spent, "rewrite": rewritten - traced + spent},
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Takes:
+    """What a function takes. tree: of (args, kwargs). numbers: the leaves that are arrays, `inputs`; static:
+    the others.
+    """
+
+    tree: Any
+    numbers: Sequence[int]
+    static: Mapping[int, Any]
+    inputs: Sequence[Leaf]
+
+    def arguments(self, arrays: Sequence[Any]) -> Any:
+        """(args, kwargs) with these arrays."""
+        leaves = dict(self.static) | dict(zip(self.numbers, arrays, strict=True))
+        return jax.tree.unflatten(self.tree, [leaves[i] for i in range(self.tree.num_leaves)])
 
 
 def _run(
@@ -150,7 +192,8 @@ def _run(
 ) -> Jaxpr:
     for p in passes:
         before = jaxpr
-        jaxpr = getattr(p, method)(jaxpr, context)
+        carries = context.given is not None and hasattr(p, "carry")
+        jaxpr = getattr(p, "carry" if carries else method)(jaxpr, context)
         if method == "finish" and jaxpr is before:
             continue
         name = type(p).__name__.lower()

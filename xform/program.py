@@ -16,6 +16,7 @@ import jax
 from jax.sharding import NamedSharding
 
 from xform.context import Leaf
+from xform.quantization.weights import Storable
 from xform.report import Report
 from xform.state import Groups, Layout, Placed, row_path
 from xform.trace import Jaxpr, ShapedArray
@@ -39,8 +40,10 @@ class Program:
 
     jaxpr: the program after all passes, over the arrays of `inputs`. stages: what each pass did, the model
     stage's first. in_shardings and out_shardings: a layout an array, None where the plan says nothing.
-    in_tree: of (args, kwargs) in the model's own trees, static leaves too. in_groups: for each input the
-    leaves of `in_tree` that it holds, several where they are stacked; out_groups: the same for outputs.
+    storable: finds which weights can be stored as codes, and how; None: the plan does not quantize, or the
+    program is differentiated. in_tree: of (args, kwargs) in the model's own trees, static leaves too.
+    in_groups: for each input the leaves of `in_tree` that it holds, several where they are stacked;
+    out_groups: the same for outputs.
     seconds: trace and rewrite.
     """
 
@@ -52,6 +55,7 @@ class Program:
     in_shardings: tuple[NamedSharding | None, ...]
     out_shardings: tuple[NamedSharding | None, ...]
     reasons: dict[str, str]
+    storable: Callable[[], Storable] | None
     in_tree: Any
     out_tree: Any
     in_groups: Groups

@@ -82,9 +82,10 @@ def window_of(params: Mapping[str, Any]) -> Window:
 
 
 def quantized_conv(
-    left: Value, right: Value, window: Window, how: Products, precision: Any = None, dtype: Any = None
+    left: Operand, right: Operand, window: Window, how: Products, precision: Any = None, dtype: Any = None
 ) -> Value:
-    """`lax.conv_general_dilated` of floats, quantized. dtype: of the result; by default theirs.
+    """`lax.conv_general_dilated` of floats, quantized, or given as codes. dtype: of the result; by default
+    theirs.
 
     Raises ValueError for blocks.
     """
@@ -101,13 +102,13 @@ def _sides(how: Products) -> tuple[Any, ...]:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
 def _conv(
-    left: Value, right: Value, found: Ranges, window: Window, how: Products, precision: Any, dtype: Any
+    left: Operand, right: Operand, found: Ranges, window: Window, how: Products, precision: Any, dtype: Any
 ) -> Value:
     return _forward(left, right, found, window, how, precision, dtype)[0]
 
 
 def _forward(
-    left: Value, right: Value, found: Ranges, window: Window, how: Products, precision: Any, dtype: Any
+    left: Operand, right: Operand, found: Ranges, window: Window, how: Products, precision: Any, dtype: Any
 ) -> tuple[Value, Any]:
     a = operand(left, how.left, window.shared[0], found[0])
     b = operand(right, how.right, window.shared[1], found[1])

@@ -65,10 +65,10 @@ def is_forward(numbers: Numbers) -> bool:
 
 
 def quantized_ragged_dot(
-    left: Value, right: Value, sizes: Value, how: Products, precision: Any = None, dtype: Any = None
+    left: Operand, right: Operand, sizes: Value, how: Products, precision: Any = None, dtype: Any = None
 ) -> Value:
-    """`lax.ragged_dot` of floats, [m,k] [g,k,n] [g] -> [m,n], quantized. dtype: of the result; by default
-    theirs.
+    """`lax.ragged_dot` of floats, [m,k] [g,k,n] [g] -> [m,n], quantized, or given as codes.
+    dtype: of the result; by default theirs.
     """
     found = range_of(left, how.left, FORWARD.shared[0]), range_of(right, how.right, FORWARD.shared[1])
     return _ragged(left, right, sizes, found, how, precision, dtype)
@@ -76,13 +76,13 @@ def quantized_ragged_dot(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
 def _ragged(
-    left: Value, right: Value, sizes: Value, found: Ranges, how: Products, precision: Any, dtype: Any
+    left: Operand, right: Operand, sizes: Value, found: Ranges, how: Products, precision: Any, dtype: Any
 ) -> Value:
     return _forward(left, right, sizes, found, how, precision, dtype)[0]
 
 
 def _forward(
-    left: Value, right: Value, sizes: Value, found: Ranges, how: Products, precision: Any, dtype: Any
+    left: Operand, right: Operand, sizes: Value, found: Ranges, how: Products, precision: Any, dtype: Any
 ) -> tuple[Value, Any]:
     a = operand(left, how.left, FORWARD.shared[0], found[0])
     b = operand(right, how.right, FORWARD.shared[1], found[1])

@@ -72,9 +72,9 @@ class Products:
 
 
 def quantized_dot(
-    left: Value, right: Value, dims: Dims, how: Products, precision: Any = None, dtype: Any = None
+    left: Operand, right: Operand, dims: Dims, how: Products, precision: Any = None, dtype: Any = None
 ) -> Value:
-    """`lax.dot_general` of floats, quantized. dtype: of the result; by default theirs."""
+    """`lax.dot_general` of floats, quantized, or given as codes. dtype: of the result; by default theirs."""
     dims = _hashable(dims)
     found = tuple(
         range_of(x, side, contracted)
@@ -87,18 +87,20 @@ def _hashable(dims: Dims) -> Any:
     return tuple(tuple(tuple(int(d) for d in each) for each in pair) for pair in dims)
 
 
-def range_of(x: Value, side: Side, contracted: Sequence[int]) -> Range | None:
-    """The range of an operand; None where it is not quantized."""
-    return measured(x, side.how(x.ndim, contracted)) if side.format and is_float(x.dtype) else None
+def range_of(x: Operand, side: Side, contracted: Sequence[int]) -> Range | None:
+    """The range of an operand; None where it is not quantized, or is already."""
+    if isinstance(x, Quantized) or not side.format or not is_float(x.dtype):
+        return None
+    return measured(x, side.how(x.ndim, contracted))
 
 
 Ranges = tuple[Range | None, Range | None]
 """Of both operands."""
 
 
-def operand(x: Value, side: Side, contracted: Sequence[int], found: Range | None) -> Operand:
+def operand(x: Operand, side: Side, contracted: Sequence[int], found: Range | None) -> Operand:
     """An operand as its product takes it: codes and scales, under their name, where it has a range."""
-    if found is None:
+    if found is None or isinstance(x, Quantized):
         return x
     made = quantized(x, side.how(x.ndim, contracted), found)
     return jax.tree.map(lambda v: checkpoint_name(v, NAME), made)
@@ -106,13 +108,13 @@ def operand(x: Value, side: Side, contracted: Sequence[int], found: Range | None
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
 def _dot(
-    left: Value, right: Value, found: Ranges, dims: Dims, how: Products, precision: Any, dtype: Any
+    left: Operand, right: Operand, found: Ranges, dims: Dims, how: Products, precision: Any, dtype: Any
 ) -> Value:
     return _forward(left, right, found, dims, how, precision, dtype)[0]
 
 
 def _forward(
-    left: Value, right: Value, found: Ranges, dims: Dims, how: Products, precision: Any, dtype: Any
+    left: Operand, right: Operand, found: Ranges, dims: Dims, how: Products, precision: Any, dtype: Any
 ) -> tuple[Value, Any]:
     a = operand(left, how.left, dims[0][0], found[0])
     b = operand(right, how.right, dims[0][1], found[1])
@@ -123,8 +125,12 @@ def _forward(
 Kept = tuple[Value | None, Operand | None]
 
 
-def kept(x: Value, made: Operand, side: Side) -> Kept:
-    """What of an operand the backward pass takes: the floats, the codes, or both."""
+def kept(x: Operand, made: Operand, side: Side) -> Kept:
+    """What of an operand the backward pass takes: the floats, the codes, or both. Given codes are all there
+    is.
+    """
+    if isinstance(x, Quantized):
+        return None, x
     codes = isinstance(made, Quantized) and not made.blocks() and made.zero is None
     floats = not codes or not side.calibration.covers_all
     return (x if floats else None), (made if codes else None)
@@ -145,13 +151,19 @@ def _backward(
 
 
 def taken(saved: Kept) -> Operand:
-    """The operand that a backward product takes: the codes, where there are some."""
+    """The operand that a backward product takes: the codes, where there are some, and none in blocks."""
     floats, codes = saved
+    if isinstance(codes, Quantized) and (codes.blocks() or codes.zero is not None):
+        return whole(codes)
     return floats if codes is None else codes
 
 
-def straight_through(gradient: Value, saved: Kept, found: Range | None, side: Side) -> Value:
-    """The gradient of what was quantized, in its dtype: none where a calibration cut numbers off."""
+def straight_through(gradient: Value, saved: Kept, found: Range | None, side: Side) -> Value | None:
+    """The gradient of what was quantized, in its dtype: none where a calibration cut numbers off, and none of
+    given codes.
+    """
+    if found is None and isinstance(saved[1], Quantized):
+        return None
     own = taken(saved)
     if found is not None and not side.calibration.covers_all:
         assert saved[0] is not None

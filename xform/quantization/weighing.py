@@ -35,9 +35,10 @@ def sizes_of(
     eqn: JaxprEqn,
     weight: int | None,
     mesh: Mapping[str, int],
-    shared: Sequence[int] = (1, 1),
+    shared: Sequence[float] = (1, 1),
 ) -> costs.Sizes:
-    """Of a `dot_general`. shared: among how many products each operand is."""
+    """Of a `dot_general`. shared: among how many products each operand is;
+    infinity: it has its codes already."""
     left, right = eqn.invars[:2]
     (out,) = eqn.outvars
     contracted = eqn.params["dimension_numbers"][0][0]
