@@ -31,17 +31,16 @@ from xform.context import Context
 from xform.errors import Decline, PlanError
 from xform.promises.multiplied import scope as scope_of
 from xform.quantization.arrays import Quantized
-from xform.quantization.carrying import Made, carried, told
+from xform.quantization.carrying import Made, carried
 from xform.quantization.convolutions import CONVOLUTION
 from xform.quantization.products import Operand, is_float
 from xform.quantization.recipes import RECIPES, Recipe, recipe_named
 from xform.quantization.replacing import MAKERS
-from xform.quantization.scales import How
 from xform.quantization.summing import as_floats
 from xform.quantization.training import Side
 from xform.quantization.weighing import check_pays, sizes_of
-from xform.quantization.weights import Storable, storable, stored
-from xform.report import Promise
+from xform.quantization.weights import Storable, Taker, storable
+from xform.report import Promise, amount
 from xform.rewrite import Path, Site, rewrite
 from xform.roles import Roles
 from xform.tensors.names import MORE_PRODUCTS, NAMES, NamedProduct, name_products
@@ -109,13 +108,17 @@ class Quantize:
         products = {} if context.differentiated else self._products(jaxpr, context)
         values = [leaf.path for leaf in context.inputs]
         avals, names = [leaf.aval for leaf in leaves], [leaf.path for leaf in leaves]
-        made, whole = carried(jaxpr, given.held, avals, names, products)
-        for note in told(whole):
+        made = carried(jaxpr, given.held, avals, names, products)
+        for note in made.whole:
             why = f"{note.eqn.primitive.name} takes no codes: it gets them as floats"
             for i in sorted(note.inputs):
                 context.report.declined("quantize", values[i], why, note.where)
+        if sizes := given.sizes(avals):
+            what = ", ".join(f"{count} weights as {name} codes" for name, (count, _) in sizes.items())
+            nbytes = sum(size for _, size in sizes.values())
+            context.report.did("quantize", f"took {what}", f"{amount(nbytes)} with their scales")
         context.inputs, context.in_shardings = leaves, [None] * len(leaves)
-        return made
+        return made.jaxpr
 
     def finish(self, jaxpr: Jaxpr, context: Context) -> Jaxpr:
         """Where the compiler adds up devices' terms of a gradient, they are floats, not sums of 32 bits."""
@@ -165,10 +168,11 @@ class Quantize:
                 chosen[place] = recipe
             elif not said and by_default is not None:
                 there.tell(place, LEFT.get(p.name, LEFT[""]), context)
+        elsewhere = context.differentiated and context.codes  # in the rest of the program
         for rule in rules:
-            if not met[rule.text]:
+            if not met[rule.text] and not elsewhere:
                 raise PlanError(f"quantize.rules: {rule.text!r} matches no product; {there}")
-        if not chosen:
+        if not chosen and not elsewhere:
             raise PlanError(f"quantize: there is nothing to quantize; {there}")
         if context.differentiated:
             for place in [place for place in chosen if there.is_given(place, context)]:
@@ -187,20 +191,16 @@ class Quantize:
 
     def _storable(self, jaxpr: Jaxpr, chosen: Mapping[Place, Recipe], there: _There) -> Storable:
         """How the weights that products take can be stored as codes."""
-        found: dict[int, How] = {}
+        takers: dict[Place, Taker] = {}
+        inputs: set[int] = set()
         for place, recipe in chosen.items():
-            p, eqn = there.products[place], there.eqns[place]
-            if p.weight is None or not recipe.weights:
-                continue
-            how = recipe.products(p.weight, self.seed)
-            scope, side = there.roles.axes.scope(p.path), (how.left, how.right)[p.weight]
-            for i, own in stored(there.roles, scope, eqn, p.weight, p.inputs, side):
-                if found.setdefault(i, own) != own:
-                    raise PlanError(
-                        f"quantize: several products want {there.paths[i]} quantized in different ways,"
-                        f" {p.name or 'one'} at {source_line(eqn)} among them: give them one recipe"
-                    )
-        return storable(jaxpr, found, there.paths)
+            p = there.products[place]
+            if p.weight is not None and recipe.weights:
+                how = recipe.products(p.weight, self.seed)
+                side = (how.left, how.right)[p.weight]
+                takers[place] = Taker(there.eqns[place], p.weight, side, p.name or "a product")
+                inputs |= set(p.inputs)
+        return storable(jaxpr, takers, sorted(inputs), there.paths)
 
     def _slower(
         self, chosen: Mapping[Place, Recipe], named: Collection[Place], there: _There, context: Context

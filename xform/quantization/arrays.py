@@ -54,6 +54,13 @@ def whole(q: Quantized) -> Value:
     return along(jnp.multiply, x, q.scale)
 
 
+def mapped(q: Quantized, f: Callable[[Value], Value]) -> Quantized:
+    """The same done to codes, scales and codes of zero."""
+    return dataclasses.replace(
+        q, codes=f(q.codes), scale=f(q.scale), zero=None if q.zero is None else f(q.zero)
+    )
+
+
 def along(op: Callable[[Value, Value], Value], x: Value, y: Value) -> Value:
     """`op` of two arrays of as many dimensions, whose sizes divide one another: blocks share a number."""
     if all(a == b or a == 1 or b == 1 for a, b in zip(x.shape, y.shape, strict=True)):

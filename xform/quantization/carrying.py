@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -65,6 +65,26 @@ class Whole:
         return source_line(self.eqn) or name_stack(self.eqn)
 
 
+class Taken(NamedTuple):
+    """Codes that a product took: which product, as which operand, what they are made of, with scales of which
+    shape.
+    """
+
+    place: Place
+    operand: int
+    inputs: frozenset[int]
+    scale: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Carried:
+    """A program over codes. whole: what got a weight's floats. taken: what products got as codes."""
+
+    jaxpr: Jaxpr
+    whole: list[Whole]
+    taken: list[Taken]
+
+
 @dataclasses.dataclass(frozen=True)
 class _Codes:
     """inputs: the values of the program that it is made of. part: a part of one that was looked up."""
@@ -80,7 +100,7 @@ def carried(
     avals: Sequence[Any],
     names: Sequence[str],
     products: Mapping[Place, Made],
-) -> tuple[Jaxpr, list[Whole]]:
+) -> Carried:
     """The program over inputs of types `avals`, called `names`, of which `hold` makes the values that the
     program takes, some of them `Quantized`. products: those that are more than products by codes.
     """
@@ -95,7 +115,7 @@ def carried(
         return [walk.floats(x, last) for x in outs]
 
     made = trace_flat(flat, avals, jaxpr.debug_info.func_name, names)
-    return made, walk.whole
+    return Carried(made, list(_each_once(walk.whole)), walk.taken)
 
 
 class _Walk:
@@ -103,6 +123,7 @@ class _Walk:
         self.products = products
         self.inside = {path[:k] for path, _ in products for k in range(1, len(path) + 1)}
         self.whole: list[Whole] = []
+        self.taken: list[Taken] = []
 
     def run(self, jaxpr: Jaxpr, values: Sequence[Any], path: Path, names: str) -> list[Any]:
         """What the body gives for these values; codes may be among both."""
@@ -123,6 +144,9 @@ class _Walk:
         codes = [x for x in ins if isinstance(x, _Codes)]
         name, made = eqn.primitive.name, self.products.get((path, index))
         if name in PRODUCTS and (codes or made):
+            for k, x in enumerate(ins):
+                if isinstance(x, _Codes):
+                    self.taken.append(Taken((path, index), k, x.inputs, x.array.scale.shape))
             return [fitted(self.product(eqn, ins, made), eqn.outvars[0].aval)]
         number = range(len(bodies(eqn)))
         if not codes and not any((*path, (index, k)) in self.inside for k in number):
@@ -132,10 +156,10 @@ class _Walk:
         enter = ENTERED.get(name)
         if enter is not None and (name != "jit" or is_plain_jit(eqn)):
             return enter(self, eqn, ins, lambda k: (*path, (index, k)), where)
-        out = moved(eqn, [x.array if isinstance(x, _Codes) else x for x in ins])
-        if out is not None:
+        outs = moved(eqn, [x.array if isinstance(x, _Codes) else x for x in ins])
+        if outs is not None:
             part = name == "gather" or any(x.part for x in codes)
-            return [_Codes(out, frozenset().union(*(x.inputs for x in codes)), part)]
+            return [_Codes(out, frozenset().union(*(x.inputs for x in codes)), part) for out in outs]
         return bind(eqn, [self.floats(x, eqn) for x in ins], eqn.params)
 
     def product(self, eqn: JaxprEqn, ins: list[Any], made: Made | None) -> Value:
@@ -222,27 +246,27 @@ def _recomputed(walk: _Walk, eqn: JaxprEqn, ins: list[Any], inner: Inner, names:
 def _scanned(walk: _Walk, eqn: JaxprEqn, ins: list[Any], inner: Inner, names: str) -> list[Any]:
     p = eqn.params
     consts, carry, _ = scan_parts(eqn)
-    fixed, (body,) = ins[:consts], bodies(eqn)
+    (body,) = bodies(eqn)
     kept = _unchanged(body, consts, carry, ins)
     moving = [k for k in range(consts, consts + carry) if k not in kept]
-    firsts = [walk.floats(ins[k], eqn) for k in moving]
-    scanned = [_apart(x, p["length"]) for x in ins[consts + carry :]]
-    xs, rebuild = _opened(scanned)
+    xs, rebuild = _opened([_apart(x, p["length"]) for x in ins[consts + carry :]])
+    restore: list[Callable[[Sequence[Value]], list[Any]]] = []
 
     def turn(state: list[Value], row: list[Value]) -> tuple[list[Value], list[Value]]:
         values = dict(zip(moving, state, strict=True)) | {k: ins[k] for k in kept}
-        given = [*fixed, *(values[k] for k in range(consts, consts + carry)), *rebuild(row)]
-        outs = [
-            walk.floats(x, eqn) for k, x in enumerate(walk.run(body, given, inner(0), "")) if k not in out
-        ]
-        return outs[: len(moving)], outs[len(moving) :]
+        given = [*ins[:consts], *(values[k] for k in range(consts, consts + carry)), *rebuild(row)]
+        outs = walk.run(body, given, inner(0), "")
+        # What a loop passes on of each turn, as of a model that gives its own weights back, may be codes.
+        ys, closed = _opened(outs[carry:])
+        restore[:] = [closed]
+        return [walk.floats(outs[k - consts], eqn) for k in moving], ys
 
-    out = {k - consts for k in kept}
+    firsts = [walk.floats(ins[k], eqn) for k in moving]
     last, ys = jax.lax.scan(
         turn, firsts, list(xs), length=p["length"], reverse=p["reverse"], unroll=p["unroll"]
     )
     done = dict(zip(moving, last, strict=True)) | {k: ins[k] for k in kept}
-    return [*(done[k] for k in range(consts, consts + carry)), *ys]
+    return [*(done[k] for k in range(consts, consts + carry)), *restore[0](ys)]
 
 
 def _repeated(walk: _Walk, eqn: JaxprEqn, ins: list[Any], inner: Inner, names: str) -> list[Any]:
@@ -320,8 +344,7 @@ def _opened(values: Sequence[Any]) -> tuple[list[Value], Callable[[Sequence[Valu
     return leaves, rebuild
 
 
-def told(notes: Sequence[Whole]) -> Iterator[Whole]:
-    """Each once."""
+def _each_once(notes: Sequence[Whole]) -> Iterator[Whole]:
     seen: set[tuple[int, frozenset[int]]] = set()
     for note in notes:
         if (key := (id(note.eqn), note.inputs)) not in seen:

@@ -13,7 +13,6 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
 from xform.trace import Value
 
@@ -65,9 +64,22 @@ class Format:
 
     def decode(self, codes: Value, dtype: Any) -> Value:
         """The numbers that codes stand for, before their scale."""
-        if self.table:
-            return jnp.asarray(self.table, jnp.float32)[codes.astype(np.int32)].astype(dtype)
-        return codes.astype(dtype)
+        if not self.table:
+            return codes.astype(dtype)
+        # By their bits, not by a lookup, which a TPU does number by number and in a pass of its own.
+        values = [jnp.asarray(x, jnp.float32).astype(dtype) for x in self.table]
+        bits, place = codes.astype(jnp.uint8), 1
+        while len(values) > 1:
+            is_set = (bits & place) != 0
+            pairs = zip(values[::2], values[1::2], strict=True)
+            values, place = [jnp.where(is_set, upper, lower) for lower, upper in pairs], 2 * place
+        return values[0]
+
+
+def bits(dtype: Any) -> int:
+    """Of a number of a dtype, also of those of four bits, which numpy says take a byte; 8 of a truth value."""
+    info = jnp.finfo if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo
+    return int(info(dtype).bits) if jnp.issubdtype(dtype, jnp.number) else 8
 
 
 def _integer(bits: int) -> Format:

@@ -7,12 +7,14 @@ step({"w": Quantized(codes, scale), "b": b}, x)      inputs: codes, scale, b, x
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
 from xform.quantization.arrays import Quantized
+from xform.quantization.formats import bits
 from xform.trace import ShapedArray
 
 
@@ -55,6 +57,18 @@ class Given:
             return ShapedArray(of[item.codes].shape, of[item.scale].dtype)
 
         return [one(self.items[k]) for k in self.values]
+
+    def sizes(self, avals: Sequence[Any]) -> dict[str, tuple[int, float]]:
+        """How many weights are given in each format, and the bytes of their codes and scales."""
+        of, found = dict(zip(self.numbers, avals, strict=True)), dict[str, tuple[int, float]]()
+        for item in filter(is_quantized, self.items):
+            count, size = found.get(item.format.name, (0, 0.0))
+            arrays = [of[i] for i in jax.tree.leaves(item)]
+            found[item.format.name] = (
+                count + 1,
+                size + sum(math.prod(a.shape) * bits(a.dtype) / 8 for a in arrays),
+            )
+        return found
 
     def held(self, inputs: Sequence[Any]) -> list[Any]:
         """The values that are made of these inputs, codes as `Quantized`."""

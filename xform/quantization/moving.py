@@ -12,25 +12,20 @@ so.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from xform.quantization.arrays import Quantized
+from xform.quantization.arrays import Quantized, mapped
 from xform.trace import JaxprEqn, Value, bind
 
 Operand = Value | Quantized
-Move = Callable[[JaxprEqn, list[Operand]], Quantized | None]
-
-
-def mapped(q: Quantized, f: Callable[[Value], Value]) -> Quantized:
-    """The same done to codes, scales and codes of zero."""
-    return dataclasses.replace(
-        q, codes=f(q.codes), scale=f(q.scale), zero=None if q.zero is None else f(q.zero)
-    )
+Move = Callable[[JaxprEqn, list[Operand]], Quantized | list[Quantized] | None]
 
 
 def with_scales(q: Quantized, codes: Value, f: Callable[[Value], Value]) -> Quantized:
@@ -102,6 +97,9 @@ def _reshaped(eqn: JaxprEqn, ins: list[Operand]) -> Quantized | None:
     if eqn.params["dimensions"] is not None or not math.prod(new):
         return None
     pieces = _pieces(q.codes.shape, q.scale.shape, new)
+    if pieces is None and q.blocks():  # cut elsewhere
+        q = repeated(q, list(q.blocks()))
+        pieces = _pieces(q.codes.shape, q.scale.shape, new)
     if pieces is None:
         return None
     few: list[int] = []  # the scale's shape, cut as far as both shapes are
@@ -198,30 +196,66 @@ def _looked_up(eqn: JaxprEqn, ins: list[Operand]) -> Quantized | None:
 
     def along(x: Value) -> Value:
         few = tuple(min(n, m) for n, m in zip(sizes, x.shape, strict=True))
-        return bind(eqn, [x, indices], {**eqn.params, "slice_sizes": few})[0]
+        # What lies outside is NaN, as the scale says; codes have none.
+        fill = eqn.params["fill_value"] if x is q.scale or eqn.params["fill_value"] is None else 0
+        return bind(eqn, [x, indices], {**eqn.params, "slice_sizes": few, "fill_value": fill})[0]
 
     return mapped(q, along)
 
 
-def _joined(eqn: JaxprEqn, ins: list[Operand]) -> Quantized | None:
+def _concatenated(eqn: JaxprEqn, ins: list[Operand]) -> Quantized | None:
     along = eqn.params["dimension"]
-    quantized = [q for q in ins if isinstance(q, Quantized)]
-    first = quantized[0]
-    if len(quantized) != len(ins) or any(
-        q.format != first.format or (q.zero is None) != (first.zero is None) for q in quantized
-    ):
+    return _joined(ins, lambda xs: jax.lax.concatenate(xs, along), along)
+
+
+def _stacked(eqn: JaxprEqn, ins: list[Operand]) -> Quantized | None:
+    return _joined(ins, lambda xs: jnp.stack(xs, eqn.params["axis"]))
+
+
+def _joined(
+    ins: list[Operand], join: Callable[[list[Value]], Value], along: int | None = None
+) -> Quantized | None:
+    """Codes of one format as one array, joined along a dimension, or a new one."""
+    parts = [q for q in ins if isinstance(q, Quantized)]
+    if len(parts) != len(ins) or len({(q.format, q.zero is None) for q in parts}) > 1:
         return None
     apart = [
-        d for d in range(first.codes.ndim) if d == along or len({q.scale.shape[d] for q in quantized}) > 1
+        d for d in range(parts[0].codes.ndim) if d == along or len({q.scale.shape[d] for q in parts}) > 1
     ]
-    parts = [repeated(q, apart) for q in quantized]
+    parts = [repeated(q, apart) for q in parts]
+    zeros = [q.zero for q in parts if q.zero is not None]
+    codes, scale = join([q.codes for q in parts]), join([q.scale for q in parts])
+    return dataclasses.replace(parts[0], codes=codes, scale=scale, zero=join(zeros) if zeros else None)
 
-    def joined(*xs: Value) -> Value:
-        return jax.lax.concatenate(xs, along)
 
-    zero = None if first.zero is None else joined(*(q.zero for q in parts))
-    codes, scale = joined(*(q.codes for q in parts)), joined(*(q.scale for q in parts))
-    return dataclasses.replace(first, codes=codes, scale=scale, zero=zero)
+def _split(eqn: JaxprEqn, ins: list[Operand]) -> list[Quantized]:
+    axis, q = eqn.params["axis"], _only(ins)
+    shared = q.scale.shape[axis] == 1
+    q = q if shared else repeated(q, [axis])
+    ends = [int(n) for n in np.cumsum(eqn.params["sizes"])]
+    firsts = [0, *ends[:-1]]
+
+    def part(x: Value, first: int, end: int) -> Value:
+        return jax.lax.slice_in_dim(x, first, end, axis=axis) if x.shape[axis] != 1 or not shared else x
+
+    return [
+        mapped(q, functools.partial(part, first=first, end=end))
+        for first, end in zip(firsts, ends, strict=True)
+    ]
+
+
+def _unstacked(eqn: JaxprEqn, ins: list[Operand]) -> list[Quantized]:
+    axis = eqn.params["axis"]
+    q = repeated(_only(ins), [axis])
+
+    def part(x: Value, k: int) -> Value:
+        return jax.lax.index_in_dim(x, k, axis, keepdims=False)
+
+    return [mapped(q, functools.partial(part, k=k)) for k in range(q.codes.shape[axis])]
+
+
+def _reversed(eqn: JaxprEqn, ins: list[Operand]) -> Quantized:
+    return mapped(_only(ins), lambda x: jax.lax.rev(x, eqn.params["dimensions"]))
 
 
 def _only(ins: list[Operand]) -> Quantized:
@@ -232,7 +266,7 @@ def _only(ins: list[Operand]) -> Quantized:
 
 MOVES: dict[str, Move] = {
     "broadcast_in_dim": _broadcast,
-    "concatenate": _joined,
+    "concatenate": _concatenated,
     "convert_element_type": _cast,
     "copy": _same,
     "copy_p": _same,
@@ -242,14 +276,19 @@ MOVES: dict[str, Move] = {
     "neg": _negated,
     "reshape": _reshaped,
     "sharding_constraint": _constrained,
+    "rev": _reversed,
     "slice": _sliced,
+    "split": _split,
     "squeeze": _squeezed,
+    "stack": _stacked,
     "transpose": _transposed,
+    "unstack": _unstacked,
 }
 """What moves an array without a change of its numbers, by primitive."""
 
 
-def moved(eqn: JaxprEqn, ins: Sequence[Any]) -> Quantized | None:
-    """The result of an equation that moves codes; None where it does more, or codes cannot be moved so."""
+def moved(eqn: JaxprEqn, ins: Sequence[Any]) -> list[Quantized] | None:
+    """The results of an equation that moves codes; None where it does more, or codes cannot be moved so."""
     move = MOVES.get(eqn.primitive.name)
-    return None if move is None else move(eqn, list(ins))
+    out = None if move is None else move(eqn, list(ins))
+    return [out] if isinstance(out, Quantized) else out

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from xform.quantization.arrays import Quantized, along, arranged, split, whole
+from xform.quantization.arrays import Quantized, along, arranged, mapped, split, whole
 from xform.trace import Value
 
 Dims = tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]]
@@ -33,10 +33,44 @@ Operand = Value | Quantized
 
 def product(left: Operand, right: Operand, dims: Dims, precision: Any = None, dtype: Any = None) -> Value:
     """`lax.dot_general` of arrays, quantized or not. dtype: of the result; by default that of the scales."""
+    ones = [_ones(x, *(pair[k] for pair in dims)) for k, x in enumerate((left, right))]
+    if any(ones):
+        # A dimension of one row more, and the compiler makes whole arrays of codes ahead of a product.
+        few = [_without(x, drop) for x, drop in zip((left, right), ones, strict=True)]
+        numbers: Any = tuple(tuple(_moved_up(pair[k], ones[k]) for k in (0, 1)) for pair in dims)
+        out = product(few[0], few[1], numbers, precision, dtype)
+        return out.reshape(_result_shape(left, right, dims))
     if not multiplied_as_codes(left, right, dims):
         left, right = (whole(x) if isinstance(x, Quantized) else x for x in (left, right))
         return jax.lax.dot_general(left, right, dims, precision=precision, preferred_element_type=dtype)
     return _of_codes(left, right, dims, precision, dtype)
+
+
+def _ones(x: Operand, contracted: Sequence[int], batch: Sequence[int]) -> list[int]:
+    """The dimensions of one row that a product carries into its result."""
+    shape = _shape(x)
+    return [d for d, n in enumerate(shape) if n == 1 and d not in contracted and d not in batch]
+
+
+def _shape(x: Operand) -> tuple[int, ...]:
+    return tuple((x.codes if isinstance(x, Quantized) else x).shape)
+
+
+def _without(x: Operand, dimensions: Sequence[int]) -> Operand:
+    if isinstance(x, Quantized):
+        return mapped(x, lambda v: jax.lax.squeeze(v, dimensions))
+    return jax.lax.squeeze(x, dimensions)
+
+
+def _moved_up(dimensions: Sequence[int], dropped: Sequence[int]) -> tuple[int, ...]:
+    return tuple(d - sum(k < d for k in dropped) for d in dimensions)
+
+
+def _result_shape(left: Operand, right: Operand, dims: Dims) -> tuple[int, ...]:
+    shape = [_shape(left)[d] for d in dims[1][0]]
+    for k, x in enumerate((left, right)):
+        shape += [n for d, n in enumerate(_shape(x)) if d not in dims[0][k] and d not in dims[1][k]]
+    return tuple(shape)
 
 
 def multiplied_as_codes(left: Operand, right: Operand, dims: Dims) -> bool:

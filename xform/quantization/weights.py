@@ -3,27 +3,38 @@
     scan over w [layers, d, heads, h]:  reshape [d, heads * h];  dot_general x w    contracted: d
                                                            ->    scales [layers, 1, heads, h]
 
-Which dimension of an input a product contracts is told by the axes of the whole program.
+Where each dimension of a weight ends up is found by carrying codes through the program that have scales along
+this dimension alone: a product sees along which of its own there are scales.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from xform.axes import Scope
+from xform.errors import PlanError
 from xform.quantization.arrays import quantized
-from xform.quantization.carrying import carried
+from xform.quantization.carrying import Carried, Place, carried
+from xform.quantization.formats import FORMATS
 from xform.quantization.replacing import shared
 from xform.quantization.scales import How
 from xform.quantization.training import Side
-from xform.roles import Roles
-from xform.trace import Jaxpr, JaxprEqn, ShapedArray, shape_of
+from xform.trace import Jaxpr, JaxprEqn, ShapedArray, shape_of, source_line
+
+
+@dataclasses.dataclass(frozen=True)
+class Taker:
+    """A product that takes a weight: as which operand, quantized how."""
+
+    eqn: JaxprEqn
+    operand: int
+    side: Side
+    name: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,50 +47,83 @@ class Storable:
     left: dict[str, str]
 
 
-def storable(jaxpr: Jaxpr, hows: Mapping[int, How], paths: Sequence[str]) -> Storable:
-    """Which of a program's weights can be stored as codes, found by carrying such codes through it.
-
-    hows: of the inputs that products take. paths: of all inputs.
+def storable(
+    jaxpr: Jaxpr, takers: Mapping[Place, Taker], inputs: Sequence[int], paths: Sequence[str]
+) -> Storable:
+    """Which of a program's inputs can be stored as codes, and how. inputs: those that are weights of the
+    products `takers`. paths: of all. Raises PlanError where products want one in different ways.
     """
+    weights = [i for i in inputs if _is_float(jaxpr.invars[i].aval)]
+    into = _dimensions(jaxpr, takers, weights)
+    hows: dict[int, How] = {}
+    for (i, place), dims in into.items():
+        taker = takers[place]
+        how = _how(shape_of(jaxpr.invars[i]), dims, taker)
+        both = _for_both(hows.get(i, how), how)
+        if both is None:
+            raise PlanError(
+                f"quantize: several products want {paths[i]} quantized in different ways, {taker.name} at"
+                f" {source_line(taker.eqn)} among them: give them one recipe by a rule"
+            )
+        hows[i] = both
     left: dict[str, str] = {}
-    hows = dict(hows)
-    while hows:
-        structs = [
-            jax.eval_shape(functools.partial(quantized, how=hows[i]), v.aval) if i in hows else v.aval
-            for i, v in enumerate(jaxpr.invars)
-        ]
-        leaves, tree = jax.tree.flatten(structs)
-        avals = [ShapedArray(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x for x in leaves]
-        names = [f"args[{i}]" for i in range(len(leaves))]
-        _, notes = carried(jaxpr, functools.partial(jax.tree.unflatten, tree), avals, names, {})
-        if not notes:
-            break
+    while hows and (notes := _carried(jaxpr, hows).whole):
         for note in notes:
             for i in note.inputs:
                 left.setdefault(paths[i], f"{note.eqn.primitive.name} at {note.where}")
                 hows.pop(i, None)
-    return Storable({paths[i]: how for i, how in hows.items()}, left)
+    return Storable({paths[i]: hows[i] for i in sorted(hows)}, left)
 
 
-def stored(
-    roles: Roles, scope: Scope, eqn: JaxprEqn, weight: int, inputs: Sequence[int], side: Side
-) -> Iterator[tuple[int, How]]:
-    """The inputs that a product's operand `weight` is made of, and how each is stored for it."""
+def _is_float(aval: Any) -> bool:
+    return jnp.issubdtype(aval.dtype, jnp.floating) and aval.dtype.itemsize > 1
+
+
+def _dimensions(
+    jaxpr: Jaxpr, takers: Mapping[Place, Taker], weights: Sequence[int]
+) -> dict[tuple[int, Place], list[set[int]]]:
+    """For each weight and product that takes it, into which of the operand's dimensions each of the weight's
+    goes.
+    """
+    found: dict[tuple[int, Place], list[set[int]]] = {}
+    for d in range(max((len(shape_of(jaxpr.invars[i])) for i in weights), default=0)):
+        hows = {i: How(FORMATS["int8"], (d,)) for i in weights if d < len(shape_of(jaxpr.invars[i]))}
+        for taken in _carried(jaxpr, hows).taken:
+            if taken.place in takers and taken.operand == takers[taken.place].operand:
+                for i in taken.inputs:
+                    dims = found.setdefault((i, taken.place), [set() for _ in shape_of(jaxpr.invars[i])])
+                    dims[d] |= {j for j, n in enumerate(taken.scale) if n > 1}
+    return found
+
+
+def _how(shape: Sequence[int], dims: Sequence[set[int]], taker: Taker) -> How:
+    side, along = taker.side, shared(taker.eqn, taker.operand)
     assert side.format is not None
-    operand = scope[eqn.invars[weight]]
-    along = shared(eqn, weight)
-    dims = along if side.channels else range(len(operand))
-    one = {f for d in dims for f in operand[d]}  # along these numbers share a scale
+    # Along what goes into dimensions that are contracted, numbers share a scale; without channels, along all.
+    together = [d for d, into in enumerate(dims) if (into if not side.channels else into & set(along))]
     size = side.block or side.format.block
-    last = set(operand[along[-1]]) if size and along else set()
-    root = roles.axes.root
-    for i in inputs:
-        var: Any = root.jaxpr.invars[i]
-        if not jnp.issubdtype(var.aval.dtype, jnp.floating) or var.aval.dtype.itemsize <= 1:
-            continue
-        own, shape = root[var], shape_of(var)
-        together = [d for d, dim in enumerate(own) if one & set(dim)]
-        cut = [d for d in together if last & set(own[d]) and shape[d] % size == 0]
-        blocks = ((cut[-1], size),) if cut else ()
-        free = tuple(d for d in range(len(shape)) if d not in together)
-        yield i, How(side.format, free, blocks, side.calibration)
+    cut = [d for d in together if size and along and along[-1] in dims[d] and shape[d] % size == 0]
+    free = tuple(d for d in range(len(shape)) if d not in together)
+    return How(side.format, free, ((cut[-1], size),) if cut else (), side.calibration)
+
+
+def _for_both(a: How, b: How) -> How | None:
+    """How a weight is stored that products take in different ways, as it is and transposed: numbers share a
+    scale that do so for either. None: they want other codes.
+    """
+    if (a.format, a.calibration) != (b.format, b.calibration):
+        return None
+    free = tuple(d for d in a.channels if d in b.channels)
+    return dataclasses.replace(a, channels=free, blocks=a.blocks if a.blocks == b.blocks else ())
+
+
+def _carried(jaxpr: Jaxpr, hows: Mapping[int, How]) -> Carried:
+    """The program with weights given as such codes."""
+    structs = [
+        jax.eval_shape(functools.partial(quantized, how=hows[i]), v.aval) if i in hows else v.aval
+        for i, v in enumerate(jaxpr.invars)
+    ]
+    leaves, tree = jax.tree.flatten(structs)
+    avals = [ShapedArray(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x for x in leaves]
+    names = [f"args[{i}]" for i in range(len(leaves))]
+    return carried(jaxpr, functools.partial(jax.tree.unflatten, tree), avals, names, {})

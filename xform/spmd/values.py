@@ -56,16 +56,17 @@ class Val:
     """A value of the original program. `laid`: how it lies; of what is made where it is used (`make`), how it
     would lie by what it is made of. `origin`: the weight that it is, whole or a layer of it, cast or turned.
     `gradient`: it is the terms of a weight's gradient, to be summed over the batch; they may be wider than
-    `aval` says, until they are. `turned`: the weight that it is the transpose of, and how.
+    `aval` says, until they are. `turned`: the weight that it is the transpose of, and how. `codes`: it is
+    made of the codes of a weight, of so many bytes each, which travel in its place.
     """
 
-    __slots__ = ("aval", "gradient", "laid", "make", "origin", "scope", "turned")
+    __slots__ = ("aval", "codes", "gradient", "laid", "make", "origin", "scope", "turned")
 
     def __init__(
         self, aval: Any, laid: Laid, scope: Scope, make: Callable[[Laid], Value] | None = None
     ) -> None:
         self.aval, self.laid, self.scope, self.make = aval, laid, scope, make
-        self.origin, self.gradient = "", False
+        self.origin, self.gradient, self.codes = "", False, 0
         self.turned: tuple[Val, tuple[int, ...]] | None = None
 
     @property

@@ -27,6 +27,7 @@ from xform.ops.operation import body, widened
 from xform.report import Report, amount
 from xform.rewrite import Site, rewrite
 from xform.spmd.choice import Assignment, Case, Choice, Operand
+from xform.spmd.codes import codes_in
 from xform.spmd.extremes import of_all, with_derivative
 from xform.spmd.forms import Form, form_of
 from xform.spmd.layout import Grid, Laid, whole
@@ -431,6 +432,13 @@ class Walk:
         avals = [v.aval for v in eqn.outvars]
         wishes = wishes or [None] * len(avals)
         partial = self._carried(eqn, vals)
+        if (codes := codes_in(eqn, vals)) is not None:
+            # the codes' layout comes first, and is the one that what is made of them has
+            laids = [(n, v.laid) for n, v in enumerate(vals) if v is codes]
+            laids += [(n, v.laid) for n, v in enumerate(vals) if v is not codes and v.make is None]
+            made = self._made(eqn, form, vals, 0, self.choice.combined(form, laids, []))
+            made.origin, made.codes = codes.origin, codes.codes or codes.itemsize
+            return [made]
         if name in FREE or self._is_free(vals, avals):
             chosen = self.choice.combined(form, [(n, v.laid.summed()) for n, v in enumerate(vals)], [])
             return [self._made(eqn, form, vals, number, chosen) for number in range(len(avals))]
@@ -573,8 +581,8 @@ class Walk:
         operands = tuple(
             Operand(
                 (v.laid,) if v.make is not None else tuple(dict.fromkeys((v.laid, *self.forms(v)))),
-                v.itemsize,
-                v.make is not None,
+                v.codes or v.itemsize,
+                v.make is not None and not v.codes,
                 bool(v.origin),
             )
             for v in vals
