@@ -77,7 +77,7 @@ class Format:
 
 
 def bits(dtype: Any) -> int:
-    """Of a number of a dtype, also of those of four bits, which numpy says take a byte; 8 of a truth value."""
+    """Of a number of a dtype, also where these are four, which numpy takes for eight; eight of a boolean."""
     info = jnp.finfo if jnp.issubdtype(dtype, jnp.floating) else jnp.iinfo
     return int(info(dtype).bits) if jnp.issubdtype(dtype, jnp.number) else 8
 
