@@ -265,12 +265,12 @@ class Quantize:
                     f"quantize: blocks of {size} do not divide the {many} numbers that {what}, or its "
                     f"gradient, contracts ({line}): give it another recipe by a rule, or other blocks"
                 )
-        with jax.named_scope(scope_of(p.name)):
-            made = make(operands, how, eqn.params["precision"], eqn.outvars[0].aval.dtype)
         codes = all(
             isinstance(x, Quantized) or side.format
             for x, side in zip(operands, (how.left, how.right), strict=False)
         )
+        with jax.named_scope(scope_of(p.name) if codes else f"weights.{p.name}"):
+            made = make(operands, how, eqn.params["precision"], eqn.outvars[0].aval.dtype)
         if (
             codes
             and eqn.primitive.name == "dot_general"

@@ -93,10 +93,12 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "axes", axes, "Print which dimensions are the same axis, and what each is.", _target, _named, _json
     )
 
-    sub = command("explain", explain, "Say why a tensor is laid out as it is.", _target, _planned, _devices)
+    text = "Say why a tensor is laid out as it is."
+    sub = command("explain", explain, text, _target, _planned, _coded, _devices)
     sub.add_argument("path", metavar="PATH", help="an input's path, or a part of one: \"['mlp']['up']\"")
 
-    sub = command("dump", dump, "Print the program before and after the passes.", _target, _planned, _devices)
+    text = "Print the program before and after the passes."
+    sub = command("dump", dump, text, _target, _planned, _coded, _devices)
     sub.add_argument("--pass", dest="only", metavar="NAME", help="only this pass")
     which = sub.add_mutually_exclusive_group()
     for name, text in (
@@ -118,7 +120,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     text = "largest error, relative to each tensor's largest value (default: by the program's float types)"
     add("--tolerance", type=not_negative, metavar="X", help=text)
 
-    add = command("aot", aot, "Compile for a TPU and report.", _target, _planned, _json).add_argument
+    text = "Compile for a TPU and report."
+    add = command("aot", aot, text, _target, _planned, _coded, _json).add_argument
     add("--topology", required=True, metavar="NAME", help="v5e-16, v5p-128, v5p:4x4x4, 2xv5e-256 ...")
     add("--full", action="store_true", help="compile to the end: peak memory and estimated cycles too")
     text = "arguments whose memory the results may take: auto (a training step's state), none, or 0,2"
@@ -142,6 +145,11 @@ def _planned(sub: argparse.ArgumentParser) -> None:
     add("--mesh", metavar="AXIS=N", default="", help=text)
     text = "with --mesh, a pass with options: shard:sequence_parallel=true (see xform passes)"
     add("--use", metavar="PASS:OPTION=VALUE", action="append", default=[], help=text)
+
+
+def _coded(sub: argparse.ArgumentParser) -> None:
+    text = "give the step its first argument's weights as codes, as step.quantize stores them"
+    sub.add_argument("--codes", action="store_true", help=text)
 
 
 def _named(sub: argparse.ArgumentParser) -> None:
@@ -305,6 +313,7 @@ def aot(options: argparse.Namespace) -> Answer:
     donated = chosen(options.donate, fn, args)
     step = parallelize(fn, plan, devices=topology.devices(), donate_argnums=donated or None)
     _progress("tracing, rewriting and lowering")
+    args = _given(step, args, options)
     lowered = step.lower(*args)
     written = lowered.program.report.traffic
     try:
@@ -406,7 +415,13 @@ def _parallelized(options: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
     plan = _plan(options)
     _virtual_devices(options.devices or _size(plan))
     fn, args = targets.load(options.target, options.settings)
-    return parallelize(fn, plan), args
+    step = parallelize(fn, plan)
+    return step, _given(step, args, options)
+
+
+def _given(step: Any, args: tuple[Any, ...], options: argparse.Namespace) -> tuple[Any, ...]:
+    """The arguments that a step is given."""
+    return (step.quantize(*args), *args[1:]) if options.codes else args
 
 
 def _write(flag: str, path: str, text: str) -> None:

@@ -60,14 +60,14 @@ class Given:
 
     def sizes(self, avals: Sequence[Any]) -> dict[str, tuple[int, float]]:
         """How many weights are given in each format, and the bytes of their codes and scales."""
-        of, found = dict(zip(self.numbers, avals, strict=True)), dict[str, tuple[int, float]]()
-        for item in filter(is_quantized, self.items):
-            count, size = found.get(item.format.name, (0, 0.0))
-            arrays = [of[i] for i in jax.tree.leaves(item)]
-            found[item.format.name] = (
-                count + 1,
-                size + sum(math.prod(a.shape) * bits(a.dtype) / 8 for a in arrays),
-            )
+        of = dict(zip(self.numbers, avals, strict=True))
+        found: dict[str, tuple[int, float]] = {}
+        for item in self.items:
+            if isinstance(item, Quantized):
+                count, size = found.get(item.format.name, (0, 0.0))
+                arrays = [of[i] for i in jax.tree.leaves(item)]
+                size += sum(math.prod(a.shape) * bits(a.dtype) / 8 for a in arrays)
+                found[item.format.name] = count + 1, size
         return found
 
     def held(self, inputs: Sequence[Any]) -> list[Any]:

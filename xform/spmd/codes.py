@@ -5,13 +5,14 @@ w: int8[d,f] lies over d     v = float w;  u = v * s;  y = dot x u     ->     al
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from xform.axes.rules import ELEMENTWISE
 from xform.movement import MOVEMENT
 from xform.quantization.formats import bits
 from xform.spmd.values import Val
-from xform.trace import JaxprEqn
+from xform.trace import JaxprEqn, shape_of
 
 
 def codes_in(eqn: JaxprEqn, vals: Sequence[Val]) -> Val | None:
@@ -28,3 +29,13 @@ def codes_in(eqn: JaxprEqn, vals: Sequence[Val]) -> Val | None:
         return None
     others = all(v.origin or v.make is not None or not v.shape for v in vals)
     return next((v for v in vals if v.codes), None) if others else None
+
+
+def made_of(eqn: JaxprEqn, vals: Sequence[Val]) -> str:
+    """The weight of which a result is made number by number, and of nothing else of its size."""
+    if eqn.primitive.name not in MOVEMENT and eqn.primitive.name not in ELEMENTWISE:
+        return ""
+    shape = shape_of(eqn.outvars[0])
+    full = [v for v in vals if math.prod(v.shape) == math.prod(shape) and v.make is None]
+    names = {v.origin or v.named for v in full}
+    return names.pop() if len(names) == 1 else ""

@@ -14,6 +14,7 @@ there.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -27,7 +28,7 @@ from xform.ops.operation import body, widened
 from xform.report import Report, amount
 from xform.rewrite import Site, rewrite
 from xform.spmd.choice import Assignment, Case, Choice, Operand
-from xform.spmd.codes import codes_in
+from xform.spmd.codes import codes_in, made_of
 from xform.spmd.extremes import of_all, with_derivative
 from xform.spmd.forms import Form, form_of
 from xform.spmd.layout import Grid, Laid, whole
@@ -232,7 +233,8 @@ class Walk:
             with jax.named_scope(WEIGHT + val.origin):
                 return self.router.emit(x, have, want, self._in_rings())
         if not val.gradient or have.partial == want.partial:
-            return self.router.emit(x, have, want)
+            with jax.named_scope(WEIGHT + val.named) if val.named else contextlib.nullcontext():
+                return self.router.emit(x, have, want)
         dtype = val.aval.dtype
         with jax.named_scope(GRADIENT + str(dtype)):
             x = x.astype(self.options.sum_dtype or dtype)
@@ -398,7 +400,7 @@ class Walk:
         if want == val.laid and val.make is None:
             return val
         moved = self.held(self.get(val, want), val.aval, want, val.origin)
-        moved.gradient = val.gradient and bool(want.partial)
+        moved.gradient, moved.named = val.gradient and bool(want.partial), val.named
         return moved
 
     def form(self, eqn: JaxprEqn) -> Form | None:
@@ -482,6 +484,7 @@ class Walk:
             terms = tuple(dict.fromkeys((*partial, *summed[number])))
             made.append(self.held(x, var.aval, Laid(laid.dims, terms), origin))
             made[-1].gradient = gradient[number]
+            made[-1].named = made_of(eqn, vals)
         return made
 
     def is_gradient(self, form: Form, vals: Sequence[Val], number: int, summed: Collection[str]) -> bool:
