@@ -406,6 +406,14 @@ def test_weights_are_gathered_as_codes_and_gradients_are_summed_as_floats() -> N
     assert moved(program, "reduce_scatter") == {"bfloat16"}
 
 
+def test_the_report_calls_codes_of_weights_weights_in_both_passes() -> None:
+    fn, args = llama.train_step(size="tiny", batch=8, length=128, dtype="bfloat16")
+    program = traced(Quantize(), Shard(collectives="explicit"), mesh={"fsdp": 8}, fn=fn, args=args)
+    lines = program.report.lines()
+    assert any("7 weights gathered twice" in line for line in lines)
+    assert not [line for line in lines if "all-gather" in line and "(llama.py" in line]
+
+
 def test_terms_of_a_contraction_over_devices_are_summed_as_floats() -> None:
     fn, args = llama.train_step(size="tiny", batch=8, length=16, dtype="bfloat16")
     passes = [Quantize(), Shard(collectives="explicit")]

@@ -109,13 +109,13 @@ def scan(walk: Walk, eqn: JaxprEqn, vals: list[Val]) -> list[Val]:
     laids = [walk.settled(val) for val in first]
     found: list[Laid] = []
     out_laids: list[Laid] = []
-    origins: list[str] = []
+    names: list[tuple[str, str]] = []  # of the weights that results are, or are made of
     body, adding = _added(body, consts, carry)
 
     def turn(state: Sequence[Value], row: Sequence[Value]) -> tuple[list[Value], list[Value]]:
         inputs = [walk.held(x, t, laid) for x, t, laid in zip(state, carried, laids, strict=True)]
         inputs += [
-            walk.held(_wide(x, t), t, Laid(laid.dims[1:]), val.origin)
+            walk.held(_wide(x, t), t, Laid(laid.dims[1:]), val.origin, val.named)
             for x, t, laid, val in zip(row, row_types, rows, stacked, strict=True)
         ]
         walk.scope.adds = bool(adding)
@@ -135,7 +135,7 @@ def scan(walk: Walk, eqn: JaxprEqn, vals: list[Val]) -> list[Val]:
             for i, out in enumerate(outs[:carry])
         ]
         out_laids[:] = [walk.left(out, walk.scope.parent) for out in outs[carry:]]
-        origins[:] = [out.origin for out in outs[carry:]]
+        names[:] = [(out.origin, out.named) for out in outs[carry:]]
         state = [
             sums[i] if i in sums else _terms(walk, out, laid)
             for i, (out, laid) in enumerate(zip(outs[:carry], laids, strict=True))
@@ -156,8 +156,8 @@ def scan(walk: Walk, eqn: JaxprEqn, vals: list[Val]) -> list[Val]:
         laids = list(found)
     made = [walk.held(x, v.aval, laid) for x, v, laid in zip(end, eqn.outvars, laids, strict=False)]
     length = (Piece(p["length"]),)
-    for x, var, laid, origin in zip(ys, eqn.outvars[carry:], out_laids, origins, strict=True):
-        made.append(walk.held(x, var.aval, Laid((length, *laid.dims), laid.partial), origin))
+    for x, var, laid, (origin, named) in zip(ys, eqn.outvars[carry:], out_laids, names, strict=True):
+        made.append(walk.held(x, var.aval, Laid((length, *laid.dims), laid.partial), origin, named))
     for val in made:
         val.gradient = bool(val.laid.partial)
     return made

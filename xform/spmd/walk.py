@@ -116,11 +116,11 @@ class Walk:
 
     # ------------------------------------------------------------ values
 
-    def held(self, x: Value, aval: Any, laid: Laid, origin: str = "") -> Val:
+    def held(self, x: Value, aval: Any, laid: Laid, origin: str = "", named: str = "") -> Val:
         """A value of the original program, of type `aval`, that is held as `x` in layout `laid`."""
         laid = self.grid.normal(laid)
         val = Val(aval, laid, self.scope)
-        val.origin = origin
+        val.origin, val.named = origin, named
         if origin and self.scope.parent is None:
             self.largest = max(self.largest, math.prod(val.shape) * val.itemsize)
         self.scope.forms[val] = {laid: (x, None)}
@@ -399,8 +399,8 @@ class Walk:
         """The value held in another layout, instead of its own."""
         if want == val.laid and val.make is None:
             return val
-        moved = self.held(self.get(val, want), val.aval, want, val.origin)
-        moved.gradient, moved.named = val.gradient and bool(want.partial), val.named
+        moved = self.held(self.get(val, want), val.aval, want, val.origin, val.named)
+        moved.gradient = val.gradient and bool(want.partial)
         return moved
 
     def form(self, eqn: JaxprEqn) -> Form | None:
@@ -482,9 +482,8 @@ class Walk:
         made = []
         for number, (x, var, laid) in enumerate(zip(results, eqn.outvars, outs, strict=True)):
             terms = tuple(dict.fromkeys((*partial, *summed[number])))
-            made.append(self.held(x, var.aval, Laid(laid.dims, terms), origin))
+            made.append(self.held(x, var.aval, Laid(laid.dims, terms), origin, made_of(eqn, vals)))
             made[-1].gradient = gradient[number]
-            made[-1].named = made_of(eqn, vals)
         return made
 
     def is_gradient(self, form: Form, vals: Sequence[Val], number: int, summed: Collection[str]) -> bool:
