@@ -9,15 +9,15 @@ import os
 
 import pytest
 
-_DEVICES = "--xla_force_host_platform_device_count"
+DEVICES = "--xla_force_host_platform_device_count"
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-_FLAGS = f"{_DEVICES}=8 --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
+_FLAGS = f"{DEVICES}=8 --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+if DEVICES not in os.environ.get("XLA_FLAGS", ""):
     # Programs here are small and run once: compiling them is what takes time.
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}".strip()
 

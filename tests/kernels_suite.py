@@ -8,6 +8,7 @@ form of the whole. `compiled` has Mosaic compile a program for a chip that is no
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -46,8 +47,14 @@ def close(got: Sequence[Any], want: Sequence[Any], tolerance: float) -> None:
         assert np.abs(x - y).max(initial=0) <= tolerance * max(np.abs(y).max(initial=0), 1e-6)
 
 
+@functools.cache
+def plain(op: Operation) -> Callable[..., Any]:
+    """The plain form, compiled once for all tests that run equal operations."""
+    return jax.jit(op.plain)
+
+
 def agree(case: Case) -> None:
-    close(jax.jit(case.op.kernel)(*case.args), jax.jit(case.op.plain)(*case.args), case.tolerance)
+    close(jax.jit(case.op.kernel)(*case.args), plain(case.op)(*case.args), case.tolerance)
 
 
 def agree_under_vmap(case: Case) -> None:
@@ -72,7 +79,7 @@ def agree_in_shard_map(case: Case, cut: str) -> None:
         in_specs=specs(case.op.operands),
         out_specs=specs(case.op.results),
     )
-    close(jax.jit(region)(*case.args), jax.jit(case.op.plain)(*case.args), case.tolerance)
+    close(jax.jit(region)(*case.args), plain(case.op)(*case.args), case.tolerance)
 
 
 def compiled(chip: str, fn: Callable[..., Any], args: Sequence[Any], spec: PartitionSpec) -> tuple[Any, int]:

@@ -470,7 +470,7 @@ def test_with_other_passes_over_the_model_losses_and_gradients_stay(passes: list
 
 @pytest.mark.slow  # compiles a training step for one device and for eight
 def test_weights_gathered_once_in_microbatches_of_a_rolled_model() -> None:
-    fn, args = llama.train_step(size="tiny", layers=2, scan=False, batch=16, length=16, abstract=False)
+    fn, args = llama.train_step(size="tiny", layers=2, scan=False, batch=16, length=16)
     passes = [Roll(), ChunkedLoss(CHUNKS, gather="once"), Accumulate(steps=2), Shard()]
     plan = Plan({"data": 2, "fsdp": 4}, passes)
     report = str(parallelize(fn, plan).trace(*args).report)

@@ -1,12 +1,13 @@
 """Two processes of four devices each train together and get the losses of one device."""
 
 import json
-import os
 import socket
 import subprocess
 import sys
 
 import pytest
+
+from tests.processes import environment
 
 PROGRAM = """
 import json, sys
@@ -56,14 +57,13 @@ def _run(count: int) -> list[list[float]]:
     with socket.socket() as s:
         s.bind(("localhost", 0))
         port = str(s.getsockname()[1])
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     processes = [
         subprocess.Popen(
             [sys.executable, "-c", PROGRAM, str(rank), port, str(count)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            env=environment,
+            env=environment(),
         )
         for rank in range(count)
     ]

@@ -14,7 +14,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import Mesh, PartitionSpec
 
-from tests.kernels_suite import SLICES, Case, agree, agree_under_vmap, close, compiled
+from tests.kernels_suite import SLICES, Case, agree, agree_under_vmap, close, compiled, plain
 from xform import Kernels, Plan, Shard, parallelize
 from xform.errors import PlanError
 from xform.higher_order import equations
@@ -72,7 +72,7 @@ def forward(form: str, t: int, d: int, v: int, dtype: str = "float32") -> Case:
 def backward(form: str, t: int, d: int, v: int, dtype: str = "float32", chip: str = "v5e") -> Case:
     op = CrossEntropyGradient(FORMS[form], chip, SMALL, True, dtype=dtype)
     args = operands(op.form, t, d, v, dtype)
-    lse = CrossEntropy(op.form).plain(*args)[1]
+    lse = plain(CrossEntropy(op.form))(*args)[1]
     return Case(f"backward-{form}-{dtype}-{t}-{v}-{chip}", op, (*args, lse, *douts(t)), TOLERANCE[dtype])
 
 
@@ -122,7 +122,7 @@ def test_tokens_and_vocabulary_may_lie_over_devices(make: Any, cut: str) -> None
 
     laid = {"in_specs": specs(op.operands), "out_specs": specs(op.results)}
     region: Any = jax.shard_map(part, mesh=mesh, check_vma=False, **laid)
-    close(jax.jit(region)(*case.args), jax.jit(op.plain)(*case.args), case.tolerance)
+    close(jax.jit(region)(*case.args), plain(op)(*case.args), case.tolerance)
 
 
 def test_tokens_may_have_several_dimensions_or_none() -> None:
@@ -168,8 +168,8 @@ def test_weights_in_float32_are_multiplied_narrow_and_their_gradient_is_not_roun
     made = jax.grad(lambda w: cross_entropy(Form(), x, w, labels, blocks=SMALL, interpret=True)[0].sum())(
         wide
     )
-    lse = CrossEntropy(Form()).plain(x, w, labels)[1]
-    narrow = CrossEntropyGradient(Form()).plain(x, w, labels, lse, jnp.ones(19), jnp.zeros(19))[1]
+    lse = plain(CrossEntropy(Form()))(x, w, labels)[1]
+    narrow = plain(CrossEntropyGradient(Form()))(x, w, labels, lse, jnp.ones(19), jnp.zeros(19))[1]
     assert made.dtype == jnp.float32
     close([made], [narrow], 1e-5)  # a sum of products of bfloat16 numbers, in float32
     assert (np.asarray(made.astype(jnp.bfloat16), np.float32) != np.asarray(made)).any()
@@ -190,11 +190,11 @@ def test_no_two_copies_of_a_block_of_gradients_cross() -> None:
     form, sizes = Form(), Sizes(8, 128, 64 << 20, 2)
     for t in (8, 16, 24):
         x, w, labels = operands(form, t, 5, 600)
-        lse = CrossEntropy(form).plain(x, w, labels)[1]
+        lse = plain(CrossEntropy(form))(x, w, labels)[1]
         watched = pltpu.InterpretParams(detect_races=True, num_cores_or_threads=2)
         rest = x, w, labels, None, lse, *douts(t)
         got = kernels.backward(form, sizes, watched, *rest, jnp.dtype("float32"))
-        want = CrossEntropyGradient(form).plain(x, w, labels, lse, *douts(t))
+        want = plain(CrossEntropyGradient(form))(x, w, labels, lse, *douts(t))
         close(got, want, TOLERANCE["float32"])
 
 

@@ -290,7 +290,7 @@ def test_a_budget_stands_in_a_plan_file() -> None:
 @pytest.mark.slow
 def test_numbers_stay() -> None:
     """Slow: compiles and runs a training step on eight devices and on one."""
-    fn, args = llama.train_step(size="tiny", abstract=False, batch=8, length=16)
+    fn, args = llama.train_step(size="tiny", batch=8, length=16)
     result = check(fn, args, Plan({"fsdp": 8}, [Shard(), Remat(budget="1.1MB")]))
     assert result.ok, result
 

@@ -245,7 +245,7 @@ MODELS = [({}, {}), ({"parameters": True}, {"scan": False})]
 @pytest.mark.parametrize(("options", "model"), MODELS, ids=str)
 def test_a_models_numbers_stay(options: dict[str, Any], model: dict[str, Any]) -> None:
     """Slow: compiles and runs a training step on eight devices and on one."""
-    fn, args = llama.train_step(remat=False, abstract=False, batch=8, length=16, **model)
+    fn, args = llama.train_step(remat=False, batch=8, length=16, **model)
     plan = Plan({"fsdp": 4, "tensor": 2}, [Shard(strict=False), Offload(**options)])
     result = check(fn, args, plan)
     assert result.ok, result

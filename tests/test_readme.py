@@ -1,6 +1,5 @@
 """The README's programs run as they stand."""
 
-import os
 import pathlib
 import re
 import shlex
@@ -8,6 +7,8 @@ import subprocess
 import sys
 
 import pytest
+
+from tests.processes import environment
 
 README = (pathlib.Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
@@ -27,8 +28,7 @@ def test_the_readme_s_own_program_does_what_its_commands_say(tmp_path):
     (program,) = [text for language, text in BLOCKS if language == "python" and "# mine.py" in text]
     (commands,) = [text for language, text in BLOCKS if language == "sh" and "mine:" in text]
     (tmp_path / "mine.py").write_text(program)
-    env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
-    env["PYTHONPATH"] = str(pathlib.Path(__file__).parent.parent)
+    env = environment() | {"PYTHONPATH": str(pathlib.Path(__file__).parent.parent)}
     said = []
     for line in commands.splitlines():
         words = shlex.split(line, comments=True)[1:]

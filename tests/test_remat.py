@@ -372,7 +372,7 @@ def test_numbers_stay_under_sharding(
     name: str, mesh: dict[str, int], policy: Any, options: dict[str, Any]
 ) -> None:
     """Slow: compiles and runs a training step on eight devices and on one."""
-    fn, args = MODELS[name].train_step(remat=False, abstract=False, batch=8, length=16, **options)
+    fn, args = MODELS[name].train_step(remat=False, batch=8, length=16, **options)
     result = check(fn, args, Plan(mesh, [Shard(strict=False), Remat(policy)]))
     assert result.ok, result
     assert result.kind == "training step"
