@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 
+import jax
 import pytest
 
 from tests.processes import environment
@@ -21,6 +22,14 @@ def test_python_in_the_readme_runs(capsys):
     exec(compile(program, "README.md", "exec"), namespace)
     assert "shard: laid out" in capsys.readouterr().out
     assert float(namespace["metrics"]["loss"]) > 0  # type: ignore[index]
+
+
+def test_serving_in_the_readme_runs() -> None:
+    namespace: dict[str, object] = {}
+    (program,) = [text for language, text in BLOCKS if language == "python" and "step.quantize" in text]
+    exec(compile(program, "README.md", "exec"), namespace)
+    assert namespace["logits"].shape == (8, 64, 320)  # type: ignore[attr-defined]
+    assert "int8" in {str(x.dtype) for x in jax.tree.leaves(namespace["codes"])}  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow  # compiles for a TPU

@@ -33,9 +33,10 @@ Operand = Value | Quantized
 
 def product(left: Operand, right: Operand, dims: Dims, precision: Any = None, dtype: Any = None) -> Value:
     """`lax.dot_general` of arrays, quantized or not. dtype: of the result; by default that of the scales."""
+    in_blocks = any(isinstance(x, Quantized) and x.blocks() for x in (left, right))
     ones = [_ones(x, *(pair[k] for pair in dims)) for k, x in enumerate((left, right))]
-    if any(ones):
-        # A dimension of one row more, and the compiler makes whole arrays of codes ahead of a product.
+    if in_blocks and any(ones):
+        # With a dimension of one row more, the compiler makes whole arrays of blocks ahead of a product.
         few = [_without(x, drop) for x, drop in zip((left, right), ones, strict=True)]
         numbers: Any = tuple(tuple(_moved_up(pair[k], ones[k]) for k in (0, 1)) for pair in dims)
         out = product(few[0], few[1], numbers, precision, dtype)
