@@ -28,6 +28,8 @@ from xform.context import Context
 from xform.errors import Decline, PlanError
 from xform.promises.multiplied import scope as scope_of
 from xform.quantization.convolutions import quantized_conv, window_of
+from xform.quantization.kept import with_kept_ranges
+from xform.quantization.marks import loops_around, marked
 from xform.quantization.products import is_float
 from xform.quantization.ragged import is_forward, quantized_ragged_dot
 from xform.quantization.recipes import RECIPES, Recipe, recipe_named
@@ -80,11 +82,14 @@ class Quantize:
     seed: int = 0
     force: bool = False
 
-    stages: ClassVar[tuple[str, ...]] = ("model",)
+    stages: ClassVar[tuple[str, ...]] = ("model", "step")
+    leads: ClassVar[tuple[str, ...]] = ("step",)
     after: ClassVar[tuple[str, ...]] = ("roll", "chunkedloss", "kernels")
     exact: ClassVar[bool] = False
 
     def rewrite(self, jaxpr: Jaxpr, context: Context) -> Jaxpr:
+        if context.stage == "step":
+            return with_kept_ranges(jaxpr, context)
         rules = list(self._rules())
         by_default = (
             None if self.recipe == NONE else recipe_named(self.recipe, self.recipes, "quantize.recipe")
@@ -116,11 +121,17 @@ class Quantize:
         for place in list(self._slower(products, chosen, named, jaxpr, context)):
             del chosen[place]
 
+        loops = loops_around(products.values(), context.roles(jaxpr))
+        keys = {place: _key(n, p, context.model) for n, (place, p) in enumerate(products.items())}
+
         def rule_for(site: Site) -> Sequence[Value] | None:
-            recipe = chosen.get((site.path, site.index))
+            place = site.path, site.index
+            recipe = chosen.get(place)
             if recipe is None:
                 return None
-            return self._quantized(site, products[site.path, site.index], recipe, context)
+            p = products[place]
+            how = marked(recipe.products(p.weight, self.seed), keys[place], loops[site.path])
+            return self._quantized(site, p, recipe, how, context)
 
         return rewrite(jaxpr, rule_for, context.report, "quantize")
 
@@ -185,12 +196,13 @@ class Quantize:
                 context.report.declined("quantize", p.name or "a product", str(why), where)
                 yield place
 
-    def _quantized(self, site: Site, p: NamedProduct, recipe: Recipe, context: Context) -> Sequence[Value]:
+    def _quantized(
+        self, site: Site, p: NamedProduct, recipe: Recipe, how: Products, context: Context
+    ) -> Sequence[Value]:
         what = p.name or "a product"
         if not all(is_float(a.dtype) for a in site.avals[:2]):
             raise Decline(f"{what} is of {', '.join(str(a.dtype) for a in site.avals[:2])}, not of floats")
         contracted, make = MAKERS[site.name](site, what)
-        how = recipe.products(p.weight, self.seed)
         for (k, along), side in zip(contracted, (how.left, how.right, how.dlhs, how.drhs), strict=True):
             size = side.block or (side.format.block if side.format else 0)
             if not (side.format and size):
@@ -281,6 +293,13 @@ class _Rule:
         if self.kind == "param":
             return any(re.search(self.pattern, paths[i]) for i in p.inputs)
         return bool(re.search(self.pattern, f"{name_stack(eqn)} {source_line(eqn)}"))
+
+
+def _key(number: int, p: NamedProduct, model: int) -> str:
+    """What a product's ranges are called: its number among those of the model, and what it is. model: the
+    number of the function that is differentiated; the first goes without saying.
+    """
+    return ".".join([*([str(model)] if model else []), str(number), p.name or "product"])
 
 
 def _by_default(p: NamedProduct) -> bool:

@@ -39,6 +39,19 @@ class Leaf:
     donated: bool = False
 
 
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """An array that a pass keeps from one call to the next, in the function's state.
+
+    path: its name. initial: what it is filled with before the first call; None: only `step.calibrate` makes
+    it.
+    """
+
+    path: str
+    aval: Any
+    initial: float | None
+
+
 @dataclasses.dataclass
 class Context:
     """Handed to every pass of one stage.
@@ -46,7 +59,10 @@ class Context:
     in_shardings, out_shardings: one a leaf of `inputs` and `outputs`, None where no pass has said anything.
     reasons: for each leaf's path, why it lies so. kinds: of each input, `roles.inputs.Kind`, once Shard has
     looked. dcn: by how much each axis of the mesh crosses slices, as the plan says. spec: the layout of a
-    value by what its dimensions are, once Shard has looked.
+    value by what its dimensions are, once Shard has looked. kept: the last of the inputs and of the outputs,
+    which are not the function's own. keeper: the argument that they are part of; returns: whether the function
+    returns it. measures: what is kept of data alone is to be found now. model: the number of the function that
+    is differentiated, at the model stage.
     """
 
     stage: Stage
@@ -61,11 +77,29 @@ class Context:
     kinds: Sequence[str] = ()
     dcn: Mapping[str, int] = dataclasses.field(default_factory=dict)
     spec: Callable[[Sequence[Named]], PartitionSpec] | None = None
+    kept: tuple[Kept, ...] = ()
+    keeper: int | str = 0
+    returns: bool = True
+    measures: bool = False
+    model: int = 0
     _roles: tuple[Jaxpr, Roles] | None = None
 
     def __post_init__(self) -> None:
         self.in_shardings = self.in_shardings or [None] * len(self.inputs)
         self.out_shardings = self.out_shardings or [None] * len(self.outputs)
+
+    def keep(self, more: Sequence[Kept]) -> None:
+        """The program has these arrays as its last inputs, and what becomes of them as its last results. They
+        lie whole on every device.
+        """
+        donated = any(leaf.donated for leaf in self.inputs if leaf.argument == self.keeper)
+        self.kept = (*self.kept, *more)
+        self.inputs = [*self.inputs, *(Leaf(k.path, k.aval, self.keeper, donated) for k in more)]
+        self.outputs = [*self.outputs, *(Leaf(k.path, k.aval) for k in more)]
+        whole = [NamedSharding(self.mesh, PartitionSpec())] * len(more)
+        self.in_shardings = [*self.in_shardings, *whole]
+        self.out_shardings = [*self.out_shardings, *whole]
+        self.reasons.update((k.path, "kept from step to step: lies whole on every device") for k in more)
 
     def roles(self, jaxpr: Jaxpr) -> Roles:
         """The axes of `jaxpr` and their roles; analysed once for the same program."""

@@ -5,6 +5,7 @@ stacked.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,7 +18,16 @@ from xform.context import Context, Leaf
 from xform.errors import PlanError, RewriteError
 from xform.memory import Trial
 from xform.plan import Pass, Plan
-from xform.program import LAST, Program, Stage, input_leaves, moved_names, next_state, stacked_leaves
+from xform.program import (
+    LAST,
+    Program,
+    Stage,
+    input_leaves,
+    kept_in,
+    moved_names,
+    next_state,
+    stacked_leaves,
+)
 from xform.report import Report
 from xform.sharding.memory import type_text
 from xform.state import Groups, Packed, pack
@@ -26,12 +36,15 @@ from xform.trace import Jaxpr, boundary, check_jaxpr, trace_flat, typeof
 
 @dataclasses.dataclass(frozen=True)
 class Making:
-    """Makes the programs of one function under one plan. donated: arguments, by number and by name."""
+    """Makes the programs of one function under one plan. donated: arguments, by number and by name. measures:
+    they are to find what passes keep of data.
+    """
 
     fn: Callable[..., Any]
     plan: Plan
     mesh: Mesh
     donated: frozenset[int | str]
+    measures: bool = False
 
     def program(self, tree: Any, static: dict[int, Any], avals: Sequence[Any]) -> Program:
         """The program; a pass with a `settle` first decides, by trial of whole programs, what its plan leaves
@@ -80,12 +93,13 @@ class Making:
             nonlocal spent
             start = time.perf_counter()
             results = tuple(Leaf("", v.aval) for v in jaxpr.outvars)
-            context = Context("model", self.mesh, report, leaves, results, self.plan.axes)
+            context = Context("model", self.mesh, report, leaves, results, self.plan.axes, model=next(models))
             after = _run(jaxpr, model_passes, context, stages, " (model)")
             spent += time.perf_counter() - start
             return after
 
         differentiated = False
+        models = itertools.count()
 
         def at_boundary(jaxpr: Jaxpr, values: Sequence[Any]) -> Jaxpr:
             nonlocal differentiated
@@ -110,6 +124,7 @@ class Making:
         jaxpr, in_groups, out_groups = _stacked(
             jaxpr, inputs, next_state(tree, numbers, out_tree), report, stages, stacks
         )
+        keeper, returns = kept_in(tree, out_tree)
         context = Context(
             "step",
             self.mesh,
@@ -118,6 +133,9 @@ class Making:
             stacked_leaves(outputs, out_groups),
             moved_names(self.plan.axes, inputs, in_groups),
             dcn=self.plan.dcn,
+            keeper=keeper,
+            returns=returns,
+            measures=self.measures,
         )
         jaxpr = _run(jaxpr, _of_stage(passes, "step"), context, stages, "")
         last = _in_order([p for p in passes if hasattr(p, "finish")])
@@ -137,6 +155,9 @@ class Making:
             tuple(tuple(numbers[i] for i in group) for group in in_groups),
             out_groups,
             {"trace": traced - start - spent, "rewrite": rewritten - traced + spent},
+            context.kept,
+            keeper,
+            returns,
         )
 
 
@@ -164,8 +185,10 @@ def _run(
 
 
 def _of_stage(passes: Sequence[Pass], stage: str) -> tuple[Pass, ...]:
-    """The passes that act on a stage, in the order their needs allow."""
-    return _in_order([p for p in passes if stage in p.stages])
+    """The passes that act on a stage, in the order their needs allow; before them those that lead there."""
+    acting = [p for p in passes if stage in p.stages]
+    leading = [p for p in acting if stage in getattr(p, "leads", ())]
+    return _in_order(leading) + _in_order([p for p in acting if p not in leading])
 
 
 def _in_order(chosen: Sequence[Pass]) -> tuple[Pass, ...]:

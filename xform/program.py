@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from xform.context import Leaf
+from xform.context import Kept, Leaf
 from xform.report import Report
 from xform.state import Groups, Layout, Placed, row_path
 from xform.trace import Jaxpr, ShapedArray
@@ -41,7 +41,8 @@ class Program:
     stage's first. in_shardings and out_shardings: a layout an array, None where the plan says nothing.
     in_tree: of (args, kwargs) in the model's own trees, static leaves too. in_groups: for each input the
     leaves of `in_tree` that it holds, several where they are stacked; out_groups: the same for outputs.
-    seconds: trace and rewrite.
+    seconds: trace and rewrite. kept: what passes keep from call to call, the last of `inputs` and `outputs`,
+    which no group has; keeper: the argument that it is part of; returns: whether that comes back.
     """
 
     jaxpr: Jaxpr
@@ -57,6 +58,9 @@ class Program:
     in_groups: Groups
     out_groups: Groups
     seconds: dict[str, float]
+    kept: tuple[Kept, ...] = ()
+    keeper: int | str = 0
+    returns: bool = True
 
     @property
     def original(self) -> Jaxpr:
@@ -75,7 +79,7 @@ class Program:
         """The arguments in order, positional ones first."""
         numbers = jax.tree.unflatten(self.in_tree, range(self.in_tree.num_leaves))
         return tuple(
-            _argument_of(number, subtree, self.in_groups)
+            _argument_of(number, subtree, self.in_groups, self.kept if number == self.keeper else ())
             for kind in numbers
             for number, subtree in (kind.items() if isinstance(kind, dict) else enumerate(kind))
         )
@@ -90,7 +94,7 @@ class Program:
     def types(self) -> dict[int, tuple[tuple[int, ...], Any]]:
         """Shape and dtype of each leaf that is an array."""
         found: dict[int, tuple[tuple[int, ...], Any]] = {}
-        for leaf, group in zip(self.inputs, self.in_groups, strict=True):
+        for leaf, group in zip(self.inputs, self.in_groups, strict=False):
             shape = leaf.aval.shape if len(group) == 1 else leaf.aval.shape[1:]
             found.update((i, (shape, leaf.aval.dtype)) for i in group)
         return found
@@ -109,7 +113,7 @@ class Argument:
     """One argument of a program.
 
     name: its number or keyword. leaves: its leaves' numbers. inputs: which inputs of the program it is made
-    of. layout: how its leaves lie in these; static leaves are in none.
+    of. layout: how its leaves lie in these; static leaves are in none, what is kept is in the last.
     """
 
     name: int | str
@@ -119,7 +123,13 @@ class Argument:
 
     @property
     def is_stacked(self) -> bool:
-        return any(len(group) > 1 for group in self.layout.groups)
+        return any(len(group) > 1 for group in self.layout.groups) or bool(self.layout.kept)
+
+    @property
+    def without_kept(self) -> Argument:
+        groups = self.layout.groups
+        layout = dataclasses.replace(self.layout, kept=())
+        return dataclasses.replace(self, inputs=self.inputs[: len(groups)], layout=layout)
 
     def filled(self, values: Sequence[Any] | Mapping[int, Any], static: Mapping[int, Any]) -> Any:
         """The argument made of a value for each input of the program."""
@@ -132,12 +142,13 @@ class Argument:
         )
 
 
-def _argument_of(name: int | str, subtree: Any, groups: Groups) -> Argument:
+def _argument_of(name: int | str, subtree: Any, groups: Groups, kept: Sequence[Kept]) -> Argument:
     leaves, tree = jax.tree.flatten(subtree)
     first = leaves[0] if leaves else 0
     inputs = tuple(n for n, group in enumerate(groups) if leaves and first <= group[0] <= leaves[-1])
     own = tuple(tuple(i - first for i in groups[n]) for n in inputs)
-    return Argument(name, tuple(leaves), inputs, Layout(tree, own))
+    more = range(len(groups), len(groups) + len(kept))
+    return Argument(name, tuple(leaves), (*inputs, *more), Layout(tree, own, tuple(k.path for k in kept)))
 
 
 # ---------------------------------------------------------------- arguments and their names
@@ -193,6 +204,22 @@ def next_state(in_tree: Any, numbers: Sequence[int], out_tree: Any) -> dict[int,
             pairs = zip(jax.tree.leaves(part), trees[jax.tree.structure(part)], strict=True)
             found.update((out, place[leaf]) for out, leaf in pairs if leaf in place)
     return found
+
+
+def kept_in(in_tree: Any, out_tree: Any) -> tuple[int | str, bool]:
+    """The argument that what passes keep is part of, by number or keyword, and whether the function returns
+    it: the first whose structure, no bare array's, a part of the result has; else the first.
+    """
+    args, kwargs = jax.tree.unflatten(in_tree, range(in_tree.num_leaves))
+    given = {**dict(enumerate(args)), **kwargs}
+    result = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
+    for name, argument in given.items():
+        tree = jax.tree.structure(argument)
+        if tree.num_leaves and not jax.tree_util.treedef_is_leaf(tree):
+            parts = jax.tree.leaves(result, is_leaf=lambda x, tree=tree: jax.tree.structure(x) == tree)
+            if any(jax.tree.structure(part) == tree for part in parts):
+                return name, True
+    return next(iter(given), 0), False
 
 
 def stacked_leaves(leaves: Sequence[Leaf], groups: Groups) -> tuple[Leaf, ...]:

@@ -39,7 +39,7 @@ class Side:
     along dimensions that are not contracted; else one for the whole array. block: along the last dimension
     that is contracted, a scale for so many numbers. round: "stochastic" for gradients. anew: of a gradient:
     the other operand is quantized alike where the forward pass has no codes that can be taken; else its
-    floats are.
+    floats are. mark: what a range that is kept is called; it is one for the whole array, whatever channels.
     """
 
     format: Format | None = None
@@ -48,6 +48,7 @@ class Side:
     block: int = 0
     round: str = "nearest"
     anew: bool = False
+    mark: str = ""
 
     def how(self, ndim: int, contracted: Sequence[int]) -> How:
         """contracted: the dimensions along which numbers share a scale; blocks are of the last one."""
@@ -55,7 +56,10 @@ class Side:
         size = self.block or self.format.block
         blocks = ((contracted[-1], size),) if size and contracted else ()
         free = [d for d in range(ndim) if d not in contracted and d not in dict(blocks)]
-        return How(self.format, tuple(free) if self.channels else (), blocks, self.calibration, self.round)
+        apart = self.channels and not self.calibration.is_kept
+        return How(
+            self.format, tuple(free) if apart else (), blocks, self.calibration, self.round, self.mark
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,7 +190,8 @@ def gradient_operands(
         other = other.codes
     made = quantized(dy, side.how(dy.ndim, contracted[0]), seed=seed)
     if side.anew and is_float(other.dtype):
-        plain = dataclasses.replace(side, round="nearest")
+        found = ABSMAX if side.calibration.is_kept else side.calibration
+        plain = dataclasses.replace(side, round="nearest", calibration=found, mark="")
         other = quantized(other, plain.how(other.ndim, contracted[1]))
     return made, other
 
