@@ -315,8 +315,13 @@ def _tell_left(p: NamedProduct, jaxpr: Jaxpr, context: Context) -> None:
 
 def _why(recipe: Recipe) -> str:
     scales = "one scale a channel" if recipe.channels else "one scale an array"
-    if "fixed" in (recipe.activations_calibration + recipe.weights_calibration):
-        return f"{scales}; where the range is fixed, NaN becomes the integer 0 and infinity the range's end"
+    own = recipe.products(1, 0)
+    kept = any(side.format and side.calibration.is_kept for side in (own.left, own.right, own.dlhs))
+    if kept and recipe.channels:
+        scales += ", an array where its range is kept"
+    if kept or "fixed" in (recipe.activations_calibration + recipe.weights_calibration):
+        what = "known before" if kept else "fixed"
+        return f"{scales}; where the range is {what}, NaN becomes the integer 0 and infinity the range's end"
     return f"{scales}; NaN or infinity in an operand shows as NaN in all results that share its scale"
 
 

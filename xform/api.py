@@ -100,8 +100,8 @@ class Parallelized:
         """The leading arguments on the mesh, laid out as the plan says: one gives it, several a tuple.
 
         An argument of which the plan stacks some arrays, or in which it keeps some of its own (amax
-        histories), becomes an `xform.Placed`; `unplace` is the way back. Raises PlanError where those can only
-        come from `calibrate`.
+        histories), becomes an `xform.Placed`; `unplace` is the way back. Raises PlanError where those can
+        only come from `calibrate`.
         Which dimension is what follows from the whole program: all arguments are needed, or an earlier
         `trace`, `lower` or call with arguments of these types. Before that, they are laid out provisionally,
         with a warning, and the first call moves them.
@@ -172,9 +172,9 @@ class Parallelized:
     def calibrate(self, first: Any, batches: Iterable[Sequence[Any]]) -> Any:
         """The first argument, placed, with the largest ranges of numbers that were met over all batches.
 
-        batches: tuples of the arguments after the first, shapes alike. The function is run on each, with the
-        ranges of the batch itself, and its results are thrown away. Where `first` has ranges already they grow.
-        Raises PlanError for a plan that keeps no calibrated ranges, and for no batches.
+        batches: tuples of the arguments after the first, shapes alike. The function is run on each, with
+        the ranges of the batch itself, and its results are thrown away. Where `first` has ranges already they
+        grow. Raises PlanError for a plan that keeps no calibrated ranges, and for no batches.
         """
         placed: Placed | None = None
         for batch in batches:
@@ -182,15 +182,18 @@ class Parallelized:
                 program = self.trace(first, *batch)
                 if program.keeper != 0 or all(kept.initial is not None for kept in program.kept):
                     raise PlanError(
-                        f"calibrate: the plan keeps no calibrated ranges in the first argument of {self._name};"
-                        ' a recipe of quantize that has them says activations_calibration = "calibrated"'
+                        f"calibrate: the plan keeps no calibrated ranges in the first argument of "
+                        f"{self._name}; a recipe of quantize that has some says "
+                        'activations_calibration = "calibrated"'
                     )
                 own = known(program, first)
                 placed = self._place(program.arguments[0], first, self._shardings(program), own)
             arrays = placed.arrays[: len(placed.layout.groups)]
             placed = Placed(placed.layout, [*arrays, *self._measure(placed, *batch)])
         if placed is None:
-            raise PlanError("calibrate: there are no batches; give the arguments after the first, a tuple each")
+            raise PlanError(
+                "calibrate: there are no batches; give the arguments after the first, a tuple each"
+            )
         return placed
 
     @functools.cached_property
@@ -265,9 +268,9 @@ class Parallelized:
             program = self.trace(*args)
         if program is None:
             warnings.warn(
-                f"{verb}: {self._name} was not traced with arguments of these types yet; the whole program alone"
-                " says how they should lie. They are laid out provisionally and moved at the first call. Call"
-                " .trace(...) once before, with all arguments (jax.ShapeDtypeStructs will do)",
+                f"{verb}: {self._name} was not traced with arguments of these types yet; the whole program"
+                " alone says how they should lie. They are laid out provisionally and moved at the first call."
+                " Call .trace(...) once before, with all arguments (jax.ShapeDtypeStructs will do)",
                 stacklevel=3,
             )
         return program

@@ -60,9 +60,9 @@ class Context:
     reasons: for each leaf's path, why it lies so. kinds: of each input, `roles.inputs.Kind`, once Shard has
     looked. dcn: by how much each axis of the mesh crosses slices, as the plan says. spec: the layout of a
     value by what its dimensions are, once Shard has looked. kept: the last of the inputs and of the outputs,
-    which are not the function's own. keeper: the argument that they are part of; returns: whether the function
-    returns it. measures: what is kept of data alone is to be found now. model: the number of the function that
-    is differentiated, at the model stage.
+    which are not the function's own. keeper: the argument that they are part of; returns: whether the
+    function returns it. measures: what is kept of data alone is to be found now. model: the number of the
+    function that is differentiated, at the model stage.
     """
 
     stage: Stage

@@ -17,7 +17,7 @@ from xform.context import Kept
 from xform.errors import PlanError
 from xform.program import Argument, Program
 from xform.sharding.placement import dtype_of
-from xform.state import Layout, is_placed
+from xform.state import Layout, Placed
 
 
 def beginning(kept: Kept) -> Any:
@@ -40,13 +40,11 @@ def started(program: Program, argument: Argument, value: Any) -> list[Any]:
     return known(program, value)
 
 
-def arrived(
-    program: Program, args: Sequence[Any], kwargs: Mapping[str, Any], name: str
-) -> dict[str, Any]:
+def arrived(program: Program, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> dict[str, Any]:
     """What a call of function `name` brings of what is kept. Raises PlanError where it does not; without a
     name, for a program that is only looked at, it is at its beginning.
     """
-    value = {**dict(enumerate(args)), **kwargs}.get(program.keeper)
+    value = _given(args, kwargs).get(program.keeper)
     missing = _missing(program, value)
     if missing and name:
         if any(k.initial is None for k in missing):
@@ -64,12 +62,12 @@ def layouts_of(
     """The layouts of the arguments that come as `Placed`, by the structure of the model's own tree; and what
     goes back to them of what is kept.
     """
-    given = {**dict(enumerate(args)), **kwargs}
+    given = _given(args, kwargs)
     layouts: dict[Any, Layout] = {}
     kept: dict[str, Any] = {}
     for argument in sorted(program.arguments, key=lambda a: a.name == program.keeper):
         value = given.get(argument.name)
-        if argument.is_stacked and is_placed(value):
+        if argument.is_stacked and isinstance(value, Placed):
             layout = argument.layout
             if layout.kept:
                 kept = _there(value) | dict(zip(layout.kept, new, strict=True))
@@ -84,8 +82,14 @@ _CALIBRATE = (
 )
 
 
+def _given(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[int | str, Any]:
+    given: dict[int | str, Any] = dict(enumerate(args))
+    given.update(kwargs)
+    return given
+
+
 def _there(value: Any) -> dict[str, Any]:
-    return value.kept if is_placed(value) else {}
+    return value.kept if isinstance(value, Placed) else {}
 
 
 def _missing(program: Program, value: Any) -> list[Kept]:

@@ -214,12 +214,19 @@ def kept_in(in_tree: Any, out_tree: Any) -> tuple[int | str, bool]:
     given = {**dict(enumerate(args)), **kwargs}
     result = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
     for name, argument in given.items():
-        tree = jax.tree.structure(argument)
-        if tree.num_leaves and not jax.tree_util.treedef_is_leaf(tree):
-            parts = jax.tree.leaves(result, is_leaf=lambda x, tree=tree: jax.tree.structure(x) == tree)
-            if any(jax.tree.structure(part) == tree for part in parts):
-                return name, True
+        tree: Any = jax.tree.structure(argument)
+        if tree.num_leaves and not jax.tree_util.treedef_is_leaf(tree) and _has_part(result, tree):
+            return name, True
     return next(iter(given), 0), False
+
+
+def _has_part(whole: Any, tree: Any) -> bool:
+    """Whether a part of `whole` has this structure."""
+
+    def is_it(x: Any) -> bool:
+        return bool(jax.tree.structure(x) == tree)
+
+    return any(map(is_it, jax.tree.leaves(whole, is_leaf=is_it)))
 
 
 def stacked_leaves(leaves: Sequence[Leaf], groups: Groups) -> tuple[Leaf, ...]:

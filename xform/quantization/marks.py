@@ -25,8 +25,8 @@ weight of its own.
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """key: the product's. side: a row of SIDES. steps: of how many the largest magnitudes are kept; 0: a range
-    that was calibrated.
+    """key: the product's. side: a row of SIDES. steps: of how many the largest magnitudes are kept; 0: a
+    range that was calibrated.
     """
 
     key: str
@@ -69,4 +69,5 @@ def marked(how: Products, key: str, loops: Loops) -> Products:
             return side
         return dataclasses.replace(side, mark=Mark(key, name, side.calibration.steps, loops).text)
 
-    return dataclasses.replace(how, **{name: one(name) for name in SIDES})
+    left, right, dlhs, drhs = map(one, SIDES)
+    return Products(left, right, dlhs, drhs, how.seed)

@@ -89,6 +89,8 @@ class Recipe:
 
 FIELDS = ("activations", "weights", "gradients")
 
+DELAYED = "delayed,1024"
+
 RECIPES: dict[str, Recipe] = {
     "int8": Recipe("int8", "int8", "int8"),
     "int4": Recipe("int4", "int4", "int8"),
@@ -98,14 +100,14 @@ RECIPES: dict[str, Recipe] = {
     "mxfp8": Recipe("mxfp8", "mxfp8", "mxfp8", anew=True),
     "int8_forward": Recipe("int8", "int8"),
     "fp8_forward": Recipe("fp8_e4m3", "fp8_e4m3"),
-    "fp8_delayed": Recipe("fp8_e4m3", "fp8_e4m3", "fp8_e5m2", *["delayed,1024"] * 3),
+    "fp8_delayed": Recipe("fp8_e4m3", "fp8_e4m3", "fp8_e5m2", DELAYED, DELAYED, DELAYED),
     "int8_static": Recipe("int8", "int8", activations_calibration="calibrated"),
     "int8_weights": Recipe(weights="int8"),
     "int4_weights": Recipe(weights="int4", block=128),
     "fp8_weights": Recipe(weights="fp8_e4m3"),
     "nf4_weights": Recipe(weights="nf4", block=64),
 }
-"""The recipes by name: all three products, the forward one alone, with ranges that are kept, weights alone."""
+"""The recipes by name: all three products, the forward one alone, those with kept ranges, weights alone."""
 
 
 def recipe_named(name: str, own: Mapping[str, Mapping[str, Any]], where: str) -> Recipe:

@@ -3,7 +3,7 @@
     absmax          the largest magnitude          rms,3          three times the root of the mean square
     minmax          the least and the largest      percentile,99  of the magnitudes
     fixed,-2,2      this, for the whole array      absmax,0.9     nine tenths of it; larger ones are cut off
-    delayed,16      the largest magnitude of the last 16 steps    calibrated     that of `step.calibrate`'s data
+    delayed,16      the largest magnitude of 16 steps before      calibrated     the one of `step.calibrate`
 
 The last two are kept from one step to the next (`kept`), one number for the whole array. Here they are
 measured and marked, so that a program is right before it is told where they are kept.

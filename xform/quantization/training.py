@@ -57,9 +57,7 @@ class Side:
         blocks = ((contracted[-1], size),) if size and contracted else ()
         free = [d for d in range(ndim) if d not in contracted and d not in dict(blocks)]
         apart = self.channels and not self.calibration.is_kept
-        return How(
-            self.format, tuple(free) if apart else (), blocks, self.calibration, self.round, self.mark
-        )
+        return How(self.format, tuple(free) if apart else (), blocks, self.calibration, self.round, self.mark)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,18 +178,25 @@ def gradient_operands(
 ) -> tuple[Operand, Operand]:
     """The gradient that comes in and the other operand, as a backward product takes them. contracted: where
     numbers of each share a scale. as_dy: the other's scale, in the dimensions of the gradient.
+
+    The gradient takes the other's scale on. Of a range that is kept that is no part, where it is one number:
+    else what is kept would lag behind it too.
     """
     if side.format is None or not is_float(dy.dtype):
         return dy, other
     if isinstance(other, Quantized) and other.format.table:
         other = whole(other)
+    how, found = side.how(dy.ndim, contracted[0]), None
     if isinstance(other, Quantized):
-        dy = along(jnp.multiply, dy, as_dy(other.scale))
+        scale = as_dy(other.scale)
+        if side.calibration.is_kept and scale.size == 1:
+            found = {"absmax": measured(dy, how)["absmax"] * scale}
+        dy = along(jnp.multiply, dy, scale)
         other = other.codes
-    made = quantized(dy, side.how(dy.ndim, contracted[0]), seed=seed)
+    made = quantized(dy, how, found, seed)
     if side.anew and is_float(other.dtype):
-        found = ABSMAX if side.calibration.is_kept else side.calibration
-        plain = dataclasses.replace(side, round="nearest", calibration=found, mark="")
+        method = ABSMAX if side.calibration.is_kept else side.calibration
+        plain = dataclasses.replace(side, round="nearest", calibration=method, mark="")
         other = quantized(other, plain.how(other.ndim, contracted[1]))
     return made, other
 

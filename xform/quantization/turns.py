@@ -1,4 +1,4 @@
-"""Which loops around a model's products have a weight for each turn: loops over layers, not over microbatches.
+"""Which loops around a model's products have a weight for each turn: those over layers, not microbatches.
 
 Turns have weights of their own where a product's weight comes from what is scanned over, or from what the
 turns change, a counter say, by which it is looked up in a stack. A product without a weight goes with the
@@ -15,7 +15,6 @@ from xform.rewrite import Path
 from xform.roles import Roles
 from xform.tensors.names import NamedProduct
 from xform.trace import Atom, Jaxpr, JaxprEqn, Var
-
 
 
 def loops_around(products: Iterable[NamedProduct], roles: Roles) -> Mapping[Path, Loops]:
@@ -39,7 +38,7 @@ def _own(p: NamedProduct, roles: Roles) -> Iterator[Path]:
     """The loops around a product whose turns take different weights."""
     if p.weight is None:
         return
-    wanted: set[Atom] = {roles.axes.scope(p.path).jaxpr.eqns[p.index].invars[p.weight]}
+    wanted: list[Atom] = [roles.axes.scope(p.path).jaxpr.eqns[p.index].invars[p.weight]]
     for depth in range(len(p.path) - 1, -1, -1):
         path, (index, number) = p.path[:depth], p.path[depth]
         inside = roles.axes.scope(p.path[: depth + 1]).jaxpr
@@ -48,7 +47,7 @@ def _own(p: NamedProduct, roles: Roles) -> Iterator[Path]:
         if from_inputs & _changing(eqn, number):
             yield p.path[: depth + 1]
         outer = operands(eqn, number)
-        wanted = {eqn.invars[at] for i in from_inputs if (at := outer[i]) is not None}
+        wanted = [eqn.invars[at] for i in from_inputs if (at := outer[i]) is not None]
 
 
 def _behind(jaxpr: Jaxpr, wanted: Iterable[Atom]) -> set[int]:

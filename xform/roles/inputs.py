@@ -26,10 +26,11 @@ def kinds(jaxpr: Jaxpr, roles: Roles, kept: int = 0) -> list[Kind]:
     """What each of the program's inputs (not its constants) is, in order. kept: so many of the last are."""
     root, own = roles.axes.root, jaxpr.invars[: len(jaxpr.invars) - kept]
     more: list[Kind] = ["kept"] * kept
-    if not any(roles.is_activation(scope, v) for scope in roles.axes.scopes for v in scope.raw):
-        return ["parameter"] * len(own) + more
-    reaching = _reaching(jaxpr, root, roles, set(), set())
     found: list[Kind] = []
+    if not any(roles.is_activation(scope, v) for scope in roles.axes.scopes for v in scope.raw):
+        found = ["parameter"] * len(own)
+        return found + more
+    reaching = _reaching(jaxpr, root, roles, set(), set())
     for var in own:
         if is_activation(roles, root, var):
             found.append("data")

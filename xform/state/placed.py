@@ -26,8 +26,8 @@ Groups = tuple[tuple[int, ...], ...]
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """tree: the structure of the model's own tree. groups: what each array holds of its leaves. kept: the names
-    of arrays of the plan's own that go with them, from call to call.
+    """tree: the structure of the model's own tree. groups: what each array holds of its leaves. kept: the
+    names of arrays of the plan's own that go with them, from call to call.
     """
 
     tree: Any
