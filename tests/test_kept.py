@@ -147,7 +147,14 @@ def test_an_evaluation_reads_the_histories_of_the_training_step() -> None:
     _, want = step(state, *BATCHES[2])
     np.testing.assert_allclose(value, want, 1e-6)
     report = str(evaluate.trace(state, *BATCHES[2]).report)
-    assert "read alone: the function does not return the argument that they are part of" in report
+    assert "read alone: the function does not return the next value of the argument that has them" in report
+
+
+def test_gradients_are_no_state_to_keep_histories_in() -> None:
+    step = under(lambda p, x, labels: jax.value_and_grad(one)(p, x, labels))
+    _, grads = step(step.place(ONE, *BATCHES[0])[0], *BATCHES[0])
+    assert jax.tree.structure(grads) == jax.tree.structure(ONE)
+    assert "read alone" in str(step.trace(ONE, *BATCHES[0]).report)
 
 
 def test_a_call_without_jit_runs_the_users_function() -> None:
@@ -195,7 +202,7 @@ def test_without_calibration_place_and_a_call_say_what_to_do() -> None:
     assert step.lower(ONE, x).compile() is not None
     with pytest.raises(PlanError, match="no batches"):
         step.calibrate(ONE, [])
-    with pytest.raises(PlanError, match="keeps no calibrated ranges.*activations_calibration"):
+    with pytest.raises(PlanError, match=r"keeps no calibrated ranges.*activations_calibration"):
         under(forward, quantize("forward")).calibrate(ONE, [(x,)])
 
 

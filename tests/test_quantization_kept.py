@@ -1,4 +1,4 @@
-"""Ranges that are kept from step to step: histories against loops by hand and Flax, in loops and on meshes."""
+"""Ranges that are kept from step to step: histories against a loop by hand and Flax, in loops, on meshes."""
 
 import functools
 import math
@@ -168,9 +168,9 @@ def test_the_first_step_is_the_one_with_ranges_of_its_own(recipe: str) -> None:
 
 
 def test_values_and_gradients_are_near_those_of_flax() -> None:
-    """After the first step, in which Flax's scales are one. Its scales are inverses of ours, and it rounds the
-    gradient that comes in where we round it times a scale: some codes of it are neighbours, a fourth apart, of
-    which a sum of eight terms has a few.
+    """After the first step, in which Flax's scales are one. It multiplies by inverses of our scales, and
+    rounds the gradient where we round it times a scale: some codes are neighbours, a fourth apart, in sums of
+    eight.
     """
     own = {"flax": {"base": "fp8_delayed", **KEPT}}
     step = under(lambda p, x, y: (p, *jax.value_and_grad(one)(p, x, y)), quantize("flax", **own))
@@ -294,8 +294,7 @@ def test_branches_and_rules_of_derivatives_and_calls_pass_ranges_on() -> None:
         return told(p, jnp.tanh(3 * (x @ p["w"]) @ p["v"]), labels)
 
     params = ONE | {"v": normal(3, 5, 5)}
-    state, losses = ran(under(trained(loss)), params)
-    found = histories(state)
+    found = histories(ran(under(trained(loss)), params)[0])
     assert len(found) == 7 and all(x.all() for x in found.values())
     other = histories(ran(under(trained(plain)), params)[0])
     for path, plain_path in zip(found, other, strict=True):
@@ -434,7 +433,7 @@ def test_a_rule_of_the_users_cannot_be_differentiated_from_outside_when_ranges_a
     step = under(loss, quantize("forward"))
     state = step.place(ONE, *BATCHES[0])[0]
     assert np.isfinite(step(state, *BATCHES[0])[1])
-    with pytest.raises(PlanError, match="differentiated from outside.*in the function that is parallelized"):
+    with pytest.raises(PlanError, match=r"differentiated from outside.*in the function that is parallelized"):
         jax.grad(lambda state: step(state, *BATCHES[0])[1])(state)
 
 

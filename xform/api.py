@@ -269,8 +269,8 @@ class Parallelized:
         if program is None:
             warnings.warn(
                 f"{verb}: {self._name} was not traced with arguments of these types yet; the whole program"
-                " alone says how they should lie. They are laid out provisionally and moved at the first call."
-                " Call .trace(...) once before, with all arguments (jax.ShapeDtypeStructs will do)",
+                " alone says how they should lie. They are laid out provisionally and moved at the first"
+                " call. Call .trace(...) once before, with all arguments (jax.ShapeDtypeStructs will do)",
                 stacklevel=3,
             )
         return program

@@ -69,7 +69,7 @@ def layouts_of(
         value = given.get(argument.name)
         if argument.is_stacked and isinstance(value, Placed):
             layout = argument.layout
-            if layout.kept:
+            if layout.kept and program.returns:
                 kept = _there(value) | dict(zip(layout.kept, new, strict=True))
                 layout = dataclasses.replace(layout, kept=value.layout.kept)
             layouts[layout.tree] = layout

@@ -23,7 +23,6 @@ from xform.program import (
     Program,
     Stage,
     input_leaves,
-    kept_in,
     moved_names,
     next_state,
     stacked_leaves,
@@ -31,6 +30,7 @@ from xform.program import (
 from xform.report import Report
 from xform.sharding.memory import type_text
 from xform.state import Groups, Packed, pack
+from xform.state.owner import state_argument
 from xform.trace import Jaxpr, boundary, check_jaxpr, trace_flat, typeof
 
 
@@ -120,11 +120,11 @@ class Making:
         else:
             jaxpr = trace_flat(flat, avals, name, paths)
         traced = time.perf_counter()
+        keeper, returns = state_argument(tree, out_tree, numbers, jaxpr)
         stacks = any(getattr(p, "stacks", False) for p in passes)
         jaxpr, in_groups, out_groups = _stacked(
             jaxpr, inputs, next_state(tree, numbers, out_tree), report, stages, stacks
         )
-        keeper, returns = kept_in(tree, out_tree)
         context = Context(
             "step",
             self.mesh,

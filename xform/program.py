@@ -206,29 +206,6 @@ def next_state(in_tree: Any, numbers: Sequence[int], out_tree: Any) -> dict[int,
     return found
 
 
-def kept_in(in_tree: Any, out_tree: Any) -> tuple[int | str, bool]:
-    """The argument that what passes keep is part of, by number or keyword, and whether the function returns
-    it: the first whose structure, no bare array's, a part of the result has; else the first.
-    """
-    args, kwargs = jax.tree.unflatten(in_tree, range(in_tree.num_leaves))
-    given = {**dict(enumerate(args)), **kwargs}
-    result = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
-    for name, argument in given.items():
-        tree: Any = jax.tree.structure(argument)
-        if tree.num_leaves and not jax.tree_util.treedef_is_leaf(tree) and _has_part(result, tree):
-            return name, True
-    return next(iter(given), 0), False
-
-
-def _has_part(whole: Any, tree: Any) -> bool:
-    """Whether a part of `whole` has this structure."""
-
-    def is_it(x: Any) -> bool:
-        return bool(jax.tree.structure(x) == tree)
-
-    return any(map(is_it, jax.tree.leaves(whole, is_leaf=is_it)))
-
-
 def stacked_leaves(leaves: Sequence[Leaf], groups: Groups) -> tuple[Leaf, ...]:
     """The leaves with those of a row as one."""
 

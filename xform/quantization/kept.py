@@ -76,7 +76,7 @@ def _tell(marks: Sequence[Mark], found: Sequence[Place], kept: Sequence[Kept], c
         size = amount(sum(sizes[mark.path] for mark in own))
         why = "of the steps before, in the state" if steps else "from step.calibrate, in the state"
         if steps and not context.returns:
-            why = "read alone: the function does not return the argument that they are part of"
+            why = "read alone: the function does not return the next value of the argument that has them"
         context.report.did("quantize", f"{what}, {size}", why)
     for place in found:
         for (_, turns), apart in zip(place.loops, place.own, strict=True):
