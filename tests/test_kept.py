@@ -28,6 +28,7 @@ from tests.test_quantization_kept import (
 from xform import Placed, PlanError, Roll, Shard
 from xform.check import check
 from xform.plan import Plan
+from xform.trace import Var, shape_of
 
 STATIC = {
     "static": {"base": "int8_static"},
@@ -70,6 +71,34 @@ def test_place_leaves_histories_that_are_there_alone() -> None:
     step = under(trained(one))
     state, _ = ran(step, ONE, 2)
     same(histories(step.place(state)), histories(state))
+
+
+def test_a_state_with_histories_is_placed_again_so_that_nothing_waits_for_what_is_measured() -> None:
+    step = under(trained(one))
+    state, _ = ran(step, ONE, 1)
+    again = step.place(state)
+    assert again.layout.begun and not state.layout.begun
+    (after, loss), (other, alike) = step(again, *BATCHES[1]), step(state, *BATCHES[1])
+    np.testing.assert_allclose(loss, alike, 1e-6)
+    for path, history in histories(other).items():
+        np.testing.assert_allclose(after.kept[path], history, 1e-5)
+    assert after.layout == again.layout
+
+    def waits(state: Any) -> bool:
+        """Whether a product needs the batch's largest number."""
+        jaxpr = step.trace(state, *BATCHES[1]).jaxpr
+        behind = {
+            eqn.outvars[0]
+            for eqn in jaxpr.eqns
+            if eqn.primitive.name == "reduce_max" and shape_of(eqn.invars[0]) == BATCHES[1][0].shape
+        }
+        for eqn in jaxpr.eqns:
+            if not behind.isdisjoint(v for v in eqn.invars if isinstance(v, Var)):
+                behind.update(eqn.outvars)
+        products = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "dot_general"]
+        return not behind.isdisjoint(v for eqn in products for v in eqn.invars)
+
+    assert waits(state) and not waits(again)
 
 
 def test_a_state_is_born_with_its_histories() -> None:

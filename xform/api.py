@@ -23,8 +23,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from xform.context import Phase
 from xform.errors import PlanError
-from xform.kept import arrived, beginning, known, layouts_of, started
+from xform.kept import arrived, beginning, has_begun, known, layouts_of, phase_of, started
 from xform.making import Making
 from xform.plan import Plan
 from xform.program import (
@@ -100,8 +101,10 @@ class Parallelized:
         """The leading arguments on the mesh, laid out as the plan says: one gives it, several a tuple.
 
         An argument of which the plan stacks some arrays, or in which it keeps some of its own (amax
-        histories), becomes an `xform.Placed`; `unplace` is the way back. Raises PlanError where those can
-        only come from `calibrate`.
+        histories), becomes an `xform.Placed`; `unplace` is the way back. One whose histories all have
+        something in them, after a step or from a checkpoint, is taken by a program whose products wait for
+        nothing that they measure: it is worth to be placed again. Raises PlanError where ranges can only come
+        from `calibrate`.
         Which dimension is what follows from the whole program: all arguments are needed, or an earlier
         `trace`, `lower` or call with arguments of these types. Before that, they are laid out provisionally,
         with a warning, and the first call moves them.
@@ -110,22 +113,21 @@ class Parallelized:
         if program is None:
             placed = tuple(jax.tree.map(put, a, provisional(a, self.mesh)) for a in args)
         else:
-            shardings = self._shardings(program)
             placed = tuple(
-                self._place(argument, value, shardings, started(program, argument, value))
+                self._place(program, argument, value, started(program, argument, value))
                 for argument, value in zip(program.arguments, args, strict=False)
             )
         return placed[0] if len(placed) == 1 else placed
 
-    def _place(
-        self, argument: Argument, value: Any, shardings: Sequence[NamedSharding], kept: Sequence[Any] = ()
-    ) -> Any:
+    def _place(self, program: Program, argument: Argument, value: Any, kept: Sequence[Any]) -> Any:
+        shardings = self._shardings(program)
         own = [shardings[i] for i in argument.inputs]
         leaves = jax.tree.leaves(opened(value))
         arrays = gathered(argument.layout.groups, leaves, lambda row, n: put_row(row, own[n]))
         arrays = [put(x, s) for x, s in zip([*arrays, *kept], own, strict=True)]
         if argument.is_stacked:
-            return Placed(argument.layout, arrays)
+            begun = bool(kept) and has_begun(program, kept)
+            return Placed(dataclasses.replace(argument.layout, begun=begun), arrays)
         return jax.tree.unflatten(argument.layout.tree, arrays)
 
     def unplace(self, *trees: Any) -> Any:
@@ -150,6 +152,7 @@ class Parallelized:
         if program is None:
             return jax.jit(init_fn, out_shardings=provisional(shapes, self.mesh))(*args, **kwargs)
         argument = program.arguments[0]
+        argument = dataclasses.replace(argument, layout=dataclasses.replace(argument.layout, begun=False))
         own = program.kept if argument.layout.kept else ()
         if any(kept.initial is None for kept in own):
             own, argument = (), argument.without_kept
@@ -187,7 +190,7 @@ class Parallelized:
                         'activations_calibration = "calibrated"'
                     )
                 own = known(program, first)
-                placed = self._place(program.arguments[0], first, self._shardings(program), own)
+                placed = self._place(program, program.arguments[0], first, own)
             arrays = placed.arrays[: len(placed.layout.groups)]
             placed = Placed(placed.layout, [*arrays, *self._measure(placed, *batch)])
         if placed is None:
@@ -219,7 +222,7 @@ class Parallelized:
                 args, kwargs = closed(opened((args, kwargs)), {})
                 return self._fn(*args, **kwargs)
             leaves, tree = jax.tree.flatten(opened((args, kwargs)))
-            program = self._specialize(leaves, tree, measures)
+            program = self._specialize(leaves, tree, "measure" if measures else phase_of(args, kwargs))
             kept = arrived(program, args, kwargs, self._name if seen is None else "")
             if seen is None:
                 _warn_of_stacking(program, leaves, self._name)
@@ -241,16 +244,16 @@ class Parallelized:
         entry.__signature__ = getattr(self._fn, "__signature__", None) or signature(self._fn)  # type: ignore[attr-defined]
         return entry
 
-    def _specialize(self, leaves: Sequence[Any], tree: Any, measures: bool = False) -> Program:
+    def _specialize(self, leaves: Sequence[Any], tree: Any, phase: Phase = "start") -> Program:
         static = {i: x for i, x in enumerate(leaves) if not isinstance(x, Tracer | Element)}
         avals = tuple(_aval(x) for i, x in enumerate(leaves) if i not in static)
         if any(getattr(p, "hosts", False) for p in self.plan.passes):
             avals = tuple(in_memory(aval, jax.memory.Space.Device) for aval in avals)
         kinds = tuple((i, type(x), x) for i, x in static.items())  # 1, 1.0 and True are equal
-        key = (tree, kinds, avals, trace_context())
+        key = (tree, kinds, avals, phase, trace_context())
         program = self._programs.get(key)
         if program is None:
-            making = Making(self._fn, self.plan, self.mesh, self._donated, measures)
+            making = Making(self._fn, self.plan, self.mesh, self._donated, phase)
             program = self._programs[key] = making.program(tree, static, avals)
         return program
 

@@ -23,6 +23,10 @@ from xform.trace import Jaxpr
 Stage = Literal["model", "step", "compiler"]
 
 
+Phase = Literal["start", "run", "measure"]
+"""Of what passes keep: it may have nothing in it yet; it has; it is to be found from the arguments."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Leaf:
     """One array among a function's inputs or outputs.
@@ -61,8 +65,7 @@ class Context:
     looked. dcn: by how much each axis of the mesh crosses slices, as the plan says. spec: the layout of a
     value by what its dimensions are, once Shard has looked. kept: the last of the inputs and of the outputs,
     which are not the function's own. keeper: the argument that they are part of; returns: whether the
-    function returns it. measures: what is kept of data alone is to be found now. model: the number of the
-    function that is differentiated, at the model stage.
+    function returns it. model: the number of the function that is differentiated, at the model stage.
     """
 
     stage: Stage
@@ -80,7 +83,7 @@ class Context:
     kept: tuple[Kept, ...] = ()
     keeper: int | str = 0
     returns: bool = True
-    measures: bool = False
+    phase: Phase = "start"
     model: int = 0
     _roles: tuple[Jaxpr, Roles] | None = None
 

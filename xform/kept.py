@@ -10,10 +10,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xform.context import Kept
+from xform.context import Kept, Phase
 from xform.errors import PlanError
 from xform.program import Argument, Program
 from xform.sharding.placement import dtype_of
@@ -38,6 +39,23 @@ def started(program: Program, argument: Argument, value: Any) -> list[Any]:
     if any(k.initial is None for k in _missing(program, value)):
         raise PlanError(_CALIBRATE.format("place"))
     return known(program, value)
+
+
+def has_begun(program: Program, kept: Sequence[Any]) -> bool:
+    """Whether what is kept from call to call has something in it, all of it: histories are no more empty."""
+    own = [x for k, x in zip(program.kept, kept, strict=True) if k.initial is not None]
+    return bool(own) and all((_here(x).max(-1) > 0).all() for x in own)
+
+
+def _here(x: Any) -> np.ndarray:
+    """The numbers, of what lies whole on every device, whether other processes have devices too or not."""
+    return np.asarray(x.addressable_data(0) if isinstance(x, jax.Array) else x)
+
+
+def phase_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Phase:
+    """The phase of a call with these arguments."""
+    begun = any(isinstance(x, Placed) and x.layout.begun for x in (*args, *kwargs.values()))
+    return "run" if begun else "start"
 
 
 def arrived(program: Program, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -71,7 +89,7 @@ def layouts_of(
             layout = argument.layout
             if layout.kept and program.returns:
                 kept = _there(value) | dict(zip(layout.kept, new, strict=True))
-                layout = dataclasses.replace(layout, kept=value.layout.kept)
+                layout = dataclasses.replace(layout, kept=value.layout.kept, begun=value.layout.begun)
             layouts[layout.tree] = layout
     return layouts, kept
 

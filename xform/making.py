@@ -14,7 +14,7 @@ import jax
 import networkx as nx
 from jax.sharding import Mesh
 
-from xform.context import Context, Leaf
+from xform.context import Context, Leaf, Phase
 from xform.errors import PlanError, RewriteError
 from xform.memory import Trial
 from xform.plan import Pass, Plan
@@ -36,15 +36,15 @@ from xform.trace import Jaxpr, boundary, check_jaxpr, trace_flat, typeof
 
 @dataclasses.dataclass(frozen=True)
 class Making:
-    """Makes the programs of one function under one plan. donated: arguments, by number and by name. measures:
-    they are to find what passes keep of data.
+    """Makes the programs of one function under one plan. donated: arguments, by number and by name. phase: of
+    what passes keep.
     """
 
     fn: Callable[..., Any]
     plan: Plan
     mesh: Mesh
     donated: frozenset[int | str]
-    measures: bool = False
+    phase: Phase = "start"
 
     def program(self, tree: Any, static: dict[int, Any], avals: Sequence[Any]) -> Program:
         """The program; a pass with a `settle` first decides, by trial of whole programs, what its plan leaves
@@ -135,7 +135,7 @@ class Making:
             dcn=self.plan.dcn,
             keeper=keeper,
             returns=returns,
-            measures=self.measures,
+            phase=self.phase,
         )
         jaxpr = _run(jaxpr, _of_stage(passes, "step"), context, stages, "")
         last = _in_order([p for p in passes if hasattr(p, "finish")])
@@ -158,6 +158,7 @@ class Making:
             context.kept,
             keeper,
             returns,
+            self.phase,
         )
 
 

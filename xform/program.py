@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from xform.context import Kept, Leaf
+from xform.context import Kept, Leaf, Phase
 from xform.report import Report
 from xform.state import Groups, Layout, Placed, row_path
 from xform.trace import Jaxpr, ShapedArray
@@ -61,6 +61,7 @@ class Program:
     kept: tuple[Kept, ...] = ()
     keeper: int | str = 0
     returns: bool = True
+    phase: Phase = "start"
 
     @property
     def original(self) -> Jaxpr:
@@ -79,7 +80,9 @@ class Program:
         """The arguments in order, positional ones first."""
         numbers = jax.tree.unflatten(self.in_tree, range(self.in_tree.num_leaves))
         return tuple(
-            _argument_of(number, subtree, self.in_groups, self.kept if number == self.keeper else ())
+            _argument_of(
+                number, subtree, self.in_groups, self.kept if number == self.keeper else (), self.phase
+            )
             for kind in numbers
             for number, subtree in (kind.items() if isinstance(kind, dict) else enumerate(kind))
         )
@@ -128,7 +131,7 @@ class Argument:
     @property
     def without_kept(self) -> Argument:
         groups = self.layout.groups
-        layout = dataclasses.replace(self.layout, kept=())
+        layout = dataclasses.replace(self.layout, kept=(), begun=False)
         return dataclasses.replace(self, inputs=self.inputs[: len(groups)], layout=layout)
 
     def filled(self, values: Sequence[Any] | Mapping[int, Any], static: Mapping[int, Any]) -> Any:
@@ -142,13 +145,16 @@ class Argument:
         )
 
 
-def _argument_of(name: int | str, subtree: Any, groups: Groups, kept: Sequence[Kept]) -> Argument:
+def _argument_of(
+    name: int | str, subtree: Any, groups: Groups, kept: Sequence[Kept], phase: Phase
+) -> Argument:
     leaves, tree = jax.tree.flatten(subtree)
     first = leaves[0] if leaves else 0
     inputs = tuple(n for n, group in enumerate(groups) if leaves and first <= group[0] <= leaves[-1])
     own = tuple(tuple(i - first for i in groups[n]) for n in inputs)
     more = range(len(groups), len(groups) + len(kept))
-    return Argument(name, tuple(leaves), (*inputs, *more), Layout(tree, own, tuple(k.path for k in kept)))
+    layout = Layout(tree, own, tuple(k.path for k in kept), bool(kept) and phase == "run")
+    return Argument(name, tuple(leaves), (*inputs, *more), layout)
 
 
 # ---------------------------------------------------------------- arguments and their names

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from xform.context import Phase
 from xform.errors import PlanError
 from xform.higher_order import bodies, hoist, scan_parts
 from xform.quantization.marks import Mark
@@ -44,10 +45,12 @@ Measured = dict[Mark, Value]
 
 
 class Walk:
-    """places: of all marks. measures: ranges are to be calibrated, and those just measured are taken."""
+    """places: of all marks. phase: "measure" takes the ranges just measured; "start" where none is known yet;
+    in "run" nothing waits for what is measured.
+    """
 
-    def __init__(self, places: Sequence[Place], measures: bool) -> None:
-        self.measures = measures
+    def __init__(self, places: Sequence[Place], phase: Phase) -> None:
+        self.phase = phase
         self.holding = {place.path[:n] for place in places for n in range(len(place.path) + 1)}
         self.places = {place.path: place for place in places}
         self.given: dict[Path, dict[Mark, None]] = {}  # what is measured in a body
@@ -132,10 +135,10 @@ def _mark(
     if place.measures:
         largest = (jnp.max(x) if jnp.ndim(x) else x).astype(kept.dtype)
         _add(measured, {mark: jnp.where(jnp.isfinite(largest), largest, jnp.zeros_like(largest))})
-    if walk.measures:
+    if walk.phase == "measure":
         return [x]
     known = jnp.broadcast_to(kept, jnp.shape(x)).astype(x.dtype)
-    return [jnp.where(known > 0, known, x) if mark.steps else known]
+    return [jnp.where(known > 0, known, x) if mark.steps and walk.phase == "start" else known]
 
 
 def _call(

@@ -34,17 +34,18 @@ def with_kept_ranges(jaxpr: Jaxpr, context: Context) -> Jaxpr:
     if not any(mark_of(eqn) is not None for eqn in equations(jaxpr)):
         return jaxpr
     jaxpr = without_dead(jaxpr)
-    found = places_in(jaxpr, HANDLERS, context.measures)
+    measures = context.phase == "measure"
+    found = places_in(jaxpr, HANDLERS, measures)
     marks = sorted({place.mark for place in found}, key=_order)
     dtypes = {place.mark: jnp.promote_types(jnp.float32, place.dtype) for place in found}
     kept = [Kept(m.path, ShapedArray(m.shape, dtypes[m]), 0.0 if m.steps else None) for m in marks]
-    walk = Walk(found, context.measures)
+    walk = Walk(found, context.phase)
 
     def program(*args: Value) -> list[Value]:
         histories = dict(zip(marks, args[len(jaxpr.invars) :], strict=True))
         ranges = {m: jnp.max(h, -1) if m.steps else h for m, h in histories.items()}
         outs, measured = walk.run(jaxpr, args[: len(jaxpr.invars)], (), ranges)
-        return [*outs, *(_next(m, h, measured.get(m), context.measures) for m, h in histories.items())]
+        return [*outs, *(_next(m, h, measured.get(m), measures) for m, h in histories.items())]
 
     avals = [*(v.aval for v in jaxpr.invars), *(k.aval for k in kept)]
     names = [*(jaxpr.debug_info.arg_names or ()), *(k.path for k in kept)]

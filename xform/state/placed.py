@@ -27,12 +27,13 @@ Groups = tuple[tuple[int, ...], ...]
 @dataclasses.dataclass(frozen=True)
 class Layout:
     """tree: the structure of the model's own tree. groups: what each array holds of its leaves. kept: the
-    names of arrays of the plan's own that go with them, from call to call.
+    names of arrays of the plan's own that go with them, from call to call; begun: each has something in it.
     """
 
     tree: Any
     groups: Groups
     kept: tuple[str, ...] = ()
+    begun: bool = False
 
     @functools.cached_property
     def paths(self) -> tuple[str, ...]:
@@ -165,7 +166,7 @@ def closed(tree: Any, layouts: Mapping[Any, Layout], kept: Mapping[str, Any] | N
             return Placed(layout, [*arrays, *map(left.pop, layout.kept)])
         if all(len(group) == 1 for group in layout.groups):
             return jax.tree.unflatten(layout.tree, arrays)
-        return Placed(dataclasses.replace(layout, kept=()), arrays)
+        return Placed(dataclasses.replace(layout, kept=(), begun=False), arrays)
 
     return jax.tree.map(one, tree, is_leaf=here)
 
