@@ -29,13 +29,12 @@ from xform.errors import Decline, PlanError
 from xform.promises.multiplied import scope as scope_of
 from xform.quantization.convolutions import quantized_conv, window_of
 from xform.quantization.kept import with_kept_ranges
-from xform.quantization.marks import marked
 from xform.quantization.products import is_float
 from xform.quantization.ragged import is_forward, quantized_ragged_dot
 from xform.quantization.recipes import RECIPES, Recipe, recipe_named
 from xform.quantization.summing import as_floats
 from xform.quantization.training import Products, quantized_dot
-from xform.quantization.turns import loops_around
+from xform.quantization.turns import loops_around, marked
 from xform.quantization.weighing import check_pays, sizes_of
 from xform.report import Promise
 from xform.rewrite import Path, Site, rewrite
@@ -90,7 +89,9 @@ class Quantize:
 
     def rewrite(self, jaxpr: Jaxpr, context: Context) -> Jaxpr:
         if context.stage == "step":
-            return with_kept_ranges(jaxpr, context)
+            jaxpr, kept = with_kept_ranges(jaxpr, context.phase, context.report, context.returns)
+            context.keep(kept)
+            return jaxpr
         rules = list(self._rules())
         by_default = (
             None if self.recipe == NONE else recipe_named(self.recipe, self.recipes, "quantize.recipe")

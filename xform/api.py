@@ -23,7 +23,6 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from xform.context import Phase
 from xform.errors import PlanError
 from xform.kept import arrived, beginning, has_begun, known, layouts_of, phase_of, started
 from xform.making import Making
@@ -47,6 +46,7 @@ from xform.state import (
     scattered,
     whole,
 )
+from xform.state.kept import Phase
 from xform.topologies import make_mesh
 from xform.trace import (
     ShapedArray,

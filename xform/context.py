@@ -18,13 +18,10 @@ from xform.axes import find_axes
 from xform.report import Report
 from xform.roles import Roles, find_roles
 from xform.roles.logical import Named
+from xform.state.kept import Kept, Phase
 from xform.trace import Jaxpr
 
 Stage = Literal["model", "step", "compiler"]
-
-
-Phase = Literal["start", "run", "measure"]
-"""Of what passes keep: it may have nothing in it yet; it has; it is to be found from the arguments."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,19 +38,6 @@ class Leaf:
     aval: Any
     argument: int | str = -1
     donated: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Kept:
-    """An array that a pass keeps from one call to the next, in the function's state.
-
-    path: its name. initial: what it is filled with before the first call; None: only `step.calibrate` makes
-    it.
-    """
-
-    path: str
-    aval: Any
-    initial: float | None
 
 
 @dataclasses.dataclass

@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xform.context import Kept, Phase
 from xform.errors import PlanError
 from xform.program import Argument, Program
 from xform.sharding.placement import dtype_of
 from xform.state import Layout, Placed
+from xform.state.kept import Kept, Phase
 
 
 def beginning(kept: Kept) -> Any:

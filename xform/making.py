@@ -14,7 +14,7 @@ import jax
 import networkx as nx
 from jax.sharding import Mesh
 
-from xform.context import Context, Leaf, Phase
+from xform.context import Context, Leaf
 from xform.errors import PlanError, RewriteError
 from xform.memory import Trial
 from xform.plan import Pass, Plan
@@ -30,6 +30,7 @@ from xform.program import (
 from xform.report import Report
 from xform.sharding.memory import type_text
 from xform.state import Groups, Packed, pack
+from xform.state.kept import Phase
 from xform.state.owner import state_argument
 from xform.trace import Jaxpr, boundary, check_jaxpr, trace_flat, typeof
 

@@ -15,9 +15,10 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from xform.context import Kept, Leaf, Phase
+from xform.context import Leaf
 from xform.report import Report
 from xform.state import Groups, Layout, Placed, row_path
+from xform.state.kept import Kept, Phase
 from xform.trace import Jaxpr, ShapedArray
 
 LAST = " (last)"

@@ -33,7 +33,7 @@ from xform.batch.states import (
     rowwise,
 )
 from xform.higher_order import SCATTERS
-from xform.quantization.marks import mark_of
+from xform.ops.marks import mark_of
 from xform.trace import Value, bind
 
 Rule = Callable[[Case], Outcome]

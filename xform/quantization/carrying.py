@@ -15,12 +15,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from xform.context import Phase
 from xform.errors import PlanError
 from xform.higher_order import bodies, hoist, scan_parts
-from xform.quantization.marks import Mark
+from xform.ops.marks import Mark
 from xform.quantization.places import Place
 from xform.rewrite import Path, interface
+from xform.state.kept import Phase
 from xform.trace import (
     Jaxpr,
     JaxprEqn,

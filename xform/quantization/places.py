@@ -9,7 +9,7 @@ from typing import Any
 from xform.errors import PlanError
 from xform.flops import AGAIN
 from xform.higher_order import OPAQUE, READ, bodies
-from xform.quantization.marks import FORWARD, Mark, mark_of
+from xform.ops.marks import FORWARD, Mark, mark_of
 from xform.rewrite import Path
 from xform.trace import Jaxpr, JaxprEqn, name_stack, source_line
 

@@ -7,10 +7,12 @@ others in its loop.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from xform.higher_order import bodies, carries, operands, scan_parts
-from xform.quantization.marks import Loops
+from xform.ops.marks import SIDES, Loops, Mark
+from xform.quantization.training import Products, Side
 from xform.rewrite import Path
 from xform.roles import Roles
 from xform.tensors.names import NamedProduct
@@ -69,3 +71,16 @@ def _changing(eqn: JaxprEqn, number: int) -> set[int]:
         return set(changed)
     consts, carry, _ = scan_parts(eqn)
     return {*changed, *range(consts + carry, len(body.invars))}
+
+
+def marked(how: Products, key: str, loops: Loops) -> Products:
+    """How a product is quantized, the ranges that are kept under their marks."""
+
+    def one(name: str) -> Side:
+        side: Side = getattr(how, name)
+        if side.format is None or not side.calibration.is_kept:
+            return side
+        return dataclasses.replace(side, mark=Mark(key, name, side.calibration.steps, loops).text)
+
+    left, right, dlhs, drhs = map(one, SIDES)
+    return Products(left, right, dlhs, drhs, how.seed)

@@ -4,14 +4,13 @@
 
 A mark says whose range it is, of how many steps the largest magnitudes are kept, and which loops stand around
 the product, 12 turns with weights of their own here. It goes through autodiff with the number it names, into
-forward loops, backward ones and what is computed again; there `kept` looks for it.
+forward loops, backward ones and what is computed again; there `quantization.places` looks for it.
 """
 
 from __future__ import annotations
 
 import dataclasses
 
-from xform.quantization.training import Products, Side
 from xform.trace import JaxprEqn
 
 SIDES = ("left", "right", "dlhs", "drhs")
@@ -58,16 +57,3 @@ def mark_of(eqn: JaxprEqn) -> Mark | None:
     _, key, side, steps, loops = eqn.params["name"].split(":")
     turns = ((text.rstrip("*"), text.endswith("*")) for text in loops.split(",") if text)
     return Mark(key, side, int(steps), tuple((int(n), own) for n, own in turns))
-
-
-def marked(how: Products, key: str, loops: Loops) -> Products:
-    """How a product is quantized, the ranges that are kept under their marks."""
-
-    def one(name: str) -> Side:
-        side: Side = getattr(how, name)
-        if side.format is None or not side.calibration.is_kept:
-            return side
-        return dataclasses.replace(side, mark=Mark(key, name, side.calibration.steps, loops).text)
-
-    left, right, dlhs, drhs = map(one, SIDES)
-    return Products(left, right, dlhs, drhs, how.seed)
