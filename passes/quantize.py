@@ -8,8 +8,9 @@ It acts before autodiff, on a model that knows nothing of it: the product become
 own (`xform.quantization.training`), whose backward products take the same codes. So do products by expert
 (`ragged`) and `convolutions`, with scales for each column of all experts, for each feature. Which product is
 which is told by what it does (`xform.tensors`): scores and the router, whose errors choose, and the head are
-left as they are unless a rule names them. On a TPU so is what takes longer quantized, finding ranges and
-making codes counted (`xform.quantization.weighing`), by estimate. What codes the backward pass reads is named
+left as they are unless a rule names them. Ranges that are kept from step to step, "delayed" and "calibrated",
+come from the state, once the step is whole (`kept`). On a TPU what takes longer quantized, finding ranges and
+making codes counted, is left too, by estimate (`weighing`). What codes the backward pass reads is named
 "quantization" for Remat.
 """
 

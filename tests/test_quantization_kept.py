@@ -11,6 +11,9 @@ import numpy as np
 import pytest
 
 from tests.layers import picked
+from tests.test_experts import ARGS as EXPERTS
+from tests.test_experts import grouped, loss_with
+from tests.test_quantize import IMAGES, seen
 from xform import Accumulate, Offload, Plan, PlanError, Remat, Roll, Shard, parallelize
 from xform.higher_order import equations
 from xform.passes.quantize import Quantize
@@ -276,6 +279,66 @@ def test_a_loop_of_unknown_turns_with_one_weight_keeps_the_largest() -> None:
         inputs.append(2 * jnp.tanh(inputs[-1] @ ONE["w"]))
     largest = max(float(jnp.abs(x).max()) for x in inputs)
     np.testing.assert_allclose(state.kept["quantize['0.product']['left']"][0], largest, 0.02)
+
+
+def test_a_loop_inside_a_layer_shares_the_layers_history() -> None:
+    """What the inner loop does not change, autodiff takes out of it."""
+
+    def parted(p: Any, x: Any, labels: Any) -> Any:
+        def turn(x: Any, w: Any) -> Any:
+            return jax.lax.scan(lambda c, part: (c, layer(w, part)), 0, x.reshape(2, 4, 5))[1].reshape(
+                8, 5
+            ), None
+
+        return told(p, jax.lax.scan(turn, x, p["layers"])[0], labels)
+
+    state, losses = ran(under(trained(parted)), STACK)
+    other, alike = scanned()
+    np.testing.assert_allclose(losses, alike, 1e-2)  # in the first step each part takes its own range
+    near(histories(state), other, 2e-2)
+
+
+def test_models_that_are_mapped_share_a_history_of_the_largest() -> None:
+    def mapped(p: Any, x: Any, labels: Any) -> Any:
+        grads = jax.vmap(jax.grad(deep), (0, None, None))(p, x, labels)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, p, grads), 0.0
+
+    three = jax.tree.map(lambda x: jnp.stack([x, 2 * x, 3 * x]), STACK)
+    plan = Quantize("int8_kept", recipes=RECIPES)
+    state, _ = ran(under(mapped, plan), three, 1)
+    found = state.kept["quantize['0.mlpwi']['right']"]
+    assert found.shape == (2, N)
+    np.testing.assert_array_equal(found[:, 0], 3 * jnp.abs(LAYERS["a"]).max((1, 2)))
+
+
+def test_products_by_expert_and_convolutions_keep_ranges_too() -> None:
+    def numbers(s: Any) -> Any:
+        if jnp.issubdtype(s.dtype, jnp.floating):
+            return normal(0, *s.shape)
+        return jnp.arange(math.prod(s.shape)).reshape(s.shape) % 5
+
+    plan = Quantize("int8_kept", recipes=RECIPES)
+    now = Quantize("now", recipes={"now": {"base": "int8", "channels": False}})
+    for loss, shapes in ((loss_with(grouped), EXPERTS), (seen, IMAGES)):
+        args = jax.tree.map(numbers, shapes)
+        step = under(trained(loss), plan)
+        state, value = step(step.place(*args)[0], *args[1:])
+        np.testing.assert_allclose(value, under(trained(loss), now)(*args)[1], 1e-6)
+        assert len(state.kept) > 6 and all(x[0] > 0 for x in state.kept.values())
+
+
+def test_a_product_in_a_manual_region_is_refused_with_the_line() -> None:
+    mesh = jax.make_mesh((2,), ("data",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    spec = jax.sharding.PartitionSpec
+
+    def manual(p: Any, x: Any, labels: Any) -> Any:
+        own = jax.shard_map(
+            lambda x, w: x @ w, mesh=mesh, in_specs=(spec("data"), spec()), out_specs=spec("data")
+        )
+        return told(p, own(x, p["w"]), labels)
+
+    with pytest.raises(PlanError, match=r"stands in shard_map \(test_quantization_kept.*by a rule"):
+        under(trained(manual), mesh={"data": 2}).trace(ONE, *BATCHES[0])
 
 
 def test_branches_and_rules_of_derivatives_and_calls_pass_ranges_on() -> None:

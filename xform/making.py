@@ -174,7 +174,7 @@ def _run(
     for p in passes:
         before = jaxpr
         jaxpr = getattr(p, method)(jaxpr, context)
-        if method == "finish" and jaxpr is before:
+        if jaxpr is before and (method == "finish" or hasattr(p, "leads")):
             continue
         name = type(p).__name__.lower()
         want, now = type_text(context.inputs, context.outputs), type_text(jaxpr.invars, jaxpr.outvars)

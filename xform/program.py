@@ -43,7 +43,8 @@ class Program:
     in_tree: of (args, kwargs) in the model's own trees, static leaves too. in_groups: for each input the
     leaves of `in_tree` that it holds, several where they are stacked; out_groups: the same for outputs.
     seconds: trace and rewrite. kept: what passes keep from call to call, the last of `inputs` and `outputs`,
-    which no group has; keeper: the argument that it is part of; returns: whether that comes back.
+    which no group has; keeper: the argument that it is part of; returns: whether that comes back;
+    phase: whether it has something in it.
     """
 
     jaxpr: Jaxpr
