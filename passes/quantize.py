@@ -35,7 +35,7 @@ from xform.quantization.ragged import is_forward, quantized_ragged_dot
 from xform.quantization.recipes import RECIPES, Recipe, recipe_named
 from xform.quantization.summing import as_floats
 from xform.quantization.training import Products, quantized_dot
-from xform.quantization.turns import loops_around, marked
+from xform.quantization.turns import Names, loops_around, marked
 from xform.quantization.weighing import check_pays, sizes_of
 from xform.report import Promise
 from xform.rewrite import Path, Site, rewrite
@@ -125,16 +125,19 @@ class Quantize:
             del chosen[place]
 
         loops = loops_around(products.values(), context.roles(jaxpr))
-        keys = {place: _key(n, p, context.model) for n, (place, p) in enumerate(products.items())}
+        names = Names(context.roles(jaxpr))
+        hows: dict[Place, Products] = {}
+        for n, (place, p) in enumerate(products.items()):
+            if place in chosen:
+                how = chosen[place].products(p.weight, self.seed)
+                hows[place] = marked(how, names.of(p, _key(n, p, context.model), how), loops[p.path])
 
         def rule_for(site: Site) -> Sequence[Value] | None:
             place = site.path, site.index
             recipe = chosen.get(place)
             if recipe is None:
                 return None
-            p = products[place]
-            how = marked(recipe.products(p.weight, self.seed), keys[place], loops[site.path])
-            return self._quantized(site, p, recipe, how, context)
+            return self._quantized(site, products[place], recipe, hows[place], context)
 
         return rewrite(jaxpr, rule_for, context.report, "quantize")
 

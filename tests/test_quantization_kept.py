@@ -372,6 +372,17 @@ def test_what_is_not_finite_leaves_no_trace() -> None:
     assert found["quantize['0.mlpwi']['right']"][0] > 0
 
 
+def test_an_operand_of_several_products_has_one_history() -> None:
+    def gated(p: Any, x: Any, labels: Any) -> Any:
+        low, w, v = (a.astype(jnp.bfloat16) for a in (x, p["w"], p["v"]))
+        other = (x.astype(jnp.bfloat16) @ v).astype(jnp.float32)
+        return told(p, jax.nn.sigmoid((low @ w).astype(jnp.float32)) * other, labels)
+
+    program = under(trained(gated)).trace(ONE | {"v": normal(3, 5, 5)}, *BATCHES[0])
+    first, second = (sorted(k.path[-8:] for k in program.kept if f"['{n}." in k.path) for n in (0, 1))
+    assert (len(first), len(second)) == (3, 2) and not any("left" in path for path in second)
+
+
 # ---------------------------------------------------------------- with other passes
 
 
