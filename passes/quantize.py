@@ -30,12 +30,13 @@ from xform.errors import Decline, PlanError
 from xform.promises.multiplied import scope as scope_of
 from xform.quantization.convolutions import quantized_conv, window_of
 from xform.quantization.kept import with_kept_ranges
+from xform.quantization.naming import Names, marked
 from xform.quantization.products import is_float
 from xform.quantization.ragged import is_forward, quantized_ragged_dot
 from xform.quantization.recipes import RECIPES, Recipe, recipe_named
 from xform.quantization.summing import as_floats
 from xform.quantization.training import Products, quantized_dot
-from xform.quantization.turns import Names, loops_around, marked
+from xform.quantization.turns import loops_around
 from xform.quantization.weighing import check_pays, sizes_of
 from xform.report import Promise
 from xform.rewrite import Path, Site, rewrite
