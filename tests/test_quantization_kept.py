@@ -411,6 +411,7 @@ def test_microbatches_keep_the_histories_of_the_whole_batch(rows: int) -> None:
     assert f"microbatches of {rows} rows" in str(parts.trace(first, *BATCHES[0]).report)
     np.testing.assert_allclose(losses, alike, 1e-6)
     near(histories(state), histories(parted), 1e-5)
+    same(*(histories(ran(step, TWO, 1, first)[0]) for step in (whole, parts)))
     path = "quantize['0.mlpwi']['left']"
     np.testing.assert_array_equal(ran(parts, TWO, 1)[0].kept[path], first.kept[path])
 
