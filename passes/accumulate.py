@@ -55,7 +55,7 @@ class Accumulate:
     reduce: Literal["each", "once"] = "each"
 
     stages: ClassVar[tuple[str, ...]] = ("model", "step")
-    after: ClassVar[tuple[str, ...]] = ("roll", "chunkedloss", "kernels", "remat")
+    after: ClassVar[tuple[str, ...]] = ("roll", "chunkedloss", "kernels", "quantize", "remat")
 
     def rewrite(self, jaxpr: Jaxpr, context: Context) -> Jaxpr:
         self._check()

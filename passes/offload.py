@@ -59,7 +59,7 @@ class Offload:
     hosts: ClassVar[bool] = True
 
     def rewrite(self, jaxpr: Jaxpr, context: Context) -> Jaxpr:
-        found = kinds(jaxpr, context.roles(jaxpr))
+        found = kinds(jaxpr, context.roles(jaxpr), len(context.kept))
         layers = {v for v in jaxpr.invars if _has_layers(context, jaxpr, v)}
         chosen = self._chosen(jaxpr, found)
         jaxpr = _without_calls(jaxpr, context)

@@ -8,8 +8,9 @@ It acts before autodiff, on a model that knows nothing of it: the product become
 own (`xform.quantization.training`), whose backward products take the same codes. So do products by expert
 (`ragged`) and `convolutions`, with scales for each column of all experts, for each feature. Which product is
 which is told by what it does (`xform.tensors`): scores and the router, whose errors choose, and the head are
-left as they are unless a rule names them. On a TPU so is what takes longer quantized, finding ranges and
-making codes counted (`xform.quantization.weighing`), by estimate. What codes the backward pass reads is named
+left as they are unless a rule names them. Ranges that are kept from step to step, "delayed" and "calibrated",
+come from the state, once the step is whole (`kept`). On a TPU what takes longer quantized, finding ranges and
+making codes counted, is left too, by estimate (`weighing`). What codes the backward pass reads is named
 "quantization" for Remat.
 """
 
@@ -33,11 +34,14 @@ from xform.promises.multiplied import scope as scope_of
 from xform.quantization.arrays import Quantized
 from xform.quantization.carrying import Made, carried
 from xform.quantization.convolutions import CONVOLUTION
+from xform.quantization.kept import with_kept_ranges
+from xform.quantization.naming import Names, marked
 from xform.quantization.products import Operand, is_float
 from xform.quantization.recipes import RECIPES, Recipe, recipe_named
 from xform.quantization.replacing import MAKERS
 from xform.quantization.summing import as_floats
-from xform.quantization.training import Side
+from xform.quantization.training import Products, Side
+from xform.quantization.turns import loops_around
 from xform.quantization.weighing import check_pays, sizes_of
 from xform.quantization.weights import Storable, Taker, storable
 from xform.report import Promise, amount
@@ -87,11 +91,16 @@ class Quantize:
     seed: int = 0
     force: bool = False
 
-    stages: ClassVar[tuple[str, ...]] = ("model",)
+    stages: ClassVar[tuple[str, ...]] = ("model", "step")
+    leads: ClassVar[tuple[str, ...]] = ("step",)
     after: ClassVar[tuple[str, ...]] = ("roll", "chunkedloss", "kernels")
     exact: ClassVar[bool] = False
 
     def rewrite(self, jaxpr: Jaxpr, context: Context) -> Jaxpr:
+        if context.stage == "step":
+            jaxpr, kept = with_kept_ranges(jaxpr, context.phase, context.report, context.returns)
+            context.keep(kept)
+            return jaxpr
         products = self._products(jaxpr, context)
 
         def rule_for(site: Site) -> Sequence[Value] | None:
@@ -182,12 +191,14 @@ class Quantize:
             context.storable = functools.partial(self._storable, jaxpr, dict(chosen), there)
         for place in list(self._slower(chosen, named, there, context)):
             del chosen[place]
-        return {
-            place: functools.partial(
-                self._quantized, there.eqns[place], there.products[place], recipe, context
-            )
-            for place, recipe in chosen.items()
-        }
+        loops, names = loops_around(there.products.values(), there.roles), Names(there.roles)
+        made: dict[Place, Made] = {}
+        for n, (place, p) in enumerate(there.products.items()):
+            if (own := chosen.get(place)) is not None:
+                how = own.products(p.weight, self.seed)
+                how = marked(how, names.of(p, _key(n, p, context.model), how), loops[p.path])
+                made[place] = functools.partial(self._quantized, there.eqns[place], p, own, how, context)
+        return made
 
     def _storable(self, jaxpr: Jaxpr, chosen: Mapping[Place, Recipe], there: _There) -> Storable:
         """How the weights that products take can be stored as codes."""
@@ -235,14 +246,19 @@ class Quantize:
                 yield place
 
     def _quantized(
-        self, eqn: JaxprEqn, p: NamedProduct, recipe: Recipe, context: Context, operands: Sequence[Operand]
+        self,
+        eqn: JaxprEqn,
+        p: NamedProduct,
+        recipe: Recipe,
+        how: Products,
+        context: Context,
+        operands: Sequence[Operand],
     ) -> Value:
         what, line = p.name or "a product", source_line(eqn) or name_stack(eqn)
         types = [str((x.scale if isinstance(x, Quantized) else x).dtype) for x in operands[:2]]
         if not all(is_float(jnp.dtype(name)) for name in types):
             raise Decline(f"{what} is of {', '.join(types)}, not of floats")
         contracted, make = MAKERS[eqn.primitive.name](eqn, what)
-        how = recipe.products(p.weight, self.seed)
         for k, (field, other) in enumerate((("left", "right"), ("right", "left"))):
             if isinstance(x := operands[k], Quantized):
                 # its blocks, if it has some, are those of what it is multiplied with too
@@ -328,14 +344,26 @@ class _Rule:
         return bool(re.search(self.pattern, f"{name_stack(eqn)} {source_line(eqn)}"))
 
 
+def _key(number: int, p: NamedProduct, model: int) -> str:
+    """What a product's ranges are called: its number among those of the model, and what it is. model: the
+    number of the function that is differentiated; the first goes without saying.
+    """
+    return ".".join([*([str(model)] if model else []), str(number), p.name or "product"])
+
+
 def _by_default(p: NamedProduct) -> bool:
     return p.weight is not None and (not p.name or p.name not in LEFT)
 
 
 def _why(recipe: Recipe) -> str:
     scales = "one scale a channel" if recipe.channels else "one scale an array"
-    if "fixed" in (recipe.activations_calibration + recipe.weights_calibration):
-        return f"{scales}; where the range is fixed, NaN becomes the integer 0 and infinity the range's end"
+    own = recipe.products(1, 0)
+    kept = any(side.format and side.calibration.is_kept for side in (own.left, own.right, own.dlhs))
+    if kept and recipe.channels:
+        scales += ", an array where its range is kept"
+    if kept or "fixed" in (recipe.activations_calibration + recipe.weights_calibration):
+        what = "known before" if kept else "fixed"
+        return f"{scales}; where the range is {what}, NaN becomes the integer 0 and infinity the range's end"
     return f"{scales}; NaN or infinity in an operand shows as NaN in all results that share its scale"
 
 

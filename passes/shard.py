@@ -90,7 +90,7 @@ class Shard:
             context.report.declined("shard", "the program", f"{why}; use Auto axes to leave that to a plan")
             return jaxpr
         roles = context.roles(jaxpr)
-        context.kinds = input_kinds = kinds(jaxpr, roles)
+        context.kinds = input_kinds = kinds(jaxpr, roles, len(context.kept))
         self._lay_out_arguments(jaxpr, context, roles, layout, input_kinds)
         spread = self.gradient_axes or (self.optimizer_axes if self._is_explicit(context) else ())
         places = Places(roles, layout, _weights(jaxpr, roles, input_kinds), spread)
@@ -194,6 +194,8 @@ class Shard:
         owners = of_same_end([context.inputs[i] for i in parameters], context.inputs)
         whole = total = 0
         for i, (var, leaf, kind) in enumerate(zip(jaxpr.invars, context.inputs, input_kinds, strict=True)):
+            if kind == "kept":
+                continue  # it lies as the pass says that keeps it
             names = logical_names(roles, root, var)
             if kind == "optimizer" and (owner := owners[i]) is not None:
                 names = _kept(roles, jaxpr.invars[parameters[owner]], var) or names
@@ -216,6 +218,8 @@ class Shard:
             zip(jaxpr.outvars, twins(context.inputs, context.outputs), strict=True)
         ):
             spec = PartitionSpec()
+            if i >= len(context.outputs) - len(context.kept):
+                continue
             if twin is not None and context.in_shardings[twin] is not None:
                 context.out_shardings[i] = context.in_shardings[twin]
                 continue

@@ -49,6 +49,7 @@ LAYERS = (
     "promises",  # the compiled module, held to what was promised
     "aot",  # compile for a topology
     "program",  # a traced and rewritten function, and how its arguments lie
+    "kept",  # what passes keep from call to call, between a program and its arguments
     "memory",  # what a step takes, and what of it to keep within a budget
     "making",  # tracing, passes and the stacking of the state, in order
     "api",  # parallelize

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from xform.sharding.placement import taken_apart
 from xform.state import Layout, Placed, closed, gathered, opened, row_path, whole
 
 TREE = {"layers": [{"w": jnp.full(2, float(n)), "b": jnp.ones(3) * n} for n in range(3)], "norm": jnp.ones(4)}
@@ -71,3 +72,32 @@ def test_paths_of_a_row_have_a_star_where_they_differ() -> None:
     assert row_path(["[0].layers[9].w", "[0].layers[10].w"]) == "[0].layers[*].w"
     assert row_path([".h_0.w", ".h_1.w"]) == ".h_*.w"
     assert row_path(["[11]", "[1]"]) == "[1*]"
+
+
+KEPT = Layout(STRUCTURE, LAYOUT.groups, ("quantize['0.mlpwi']['left']",))
+
+
+def with_kept(x=7.0) -> Placed:
+    return Placed(KEPT, [*placed().arrays, jnp.full(3, x)])
+
+
+def test_what_a_plan_keeps_has_a_name_among_the_arrays_and_no_place_in_the_tree() -> None:
+    named, _ = jax.tree_util.tree_flatten_with_path(with_kept())
+    assert jax.tree_util.keystr(named[-1][0]) == "quantize['0.mlpwi']['left']"
+    assert "quantize['0.mlpwi']['left']: float32[3]" in repr(with_kept())
+    same(closed(opened(with_kept()), {}), TREE)
+    same(taken_apart(with_kept()), TREE)
+
+
+def test_what_is_kept_goes_with_the_first_part_of_its_layout_alone() -> None:
+    (name,) = KEPT.kept
+    first, second = closed((opened(with_kept()), opened(placed())), {STRUCTURE: KEPT}, {name: jnp.ones(3)})
+    assert first.layout == KEPT and first.kept[name].tolist() == [1, 1, 1]
+    assert second.layout == LAYOUT and not second.kept
+
+
+def test_a_tree_that_is_not_stacked_is_placed_for_what_is_kept_and_its_like_is_plain() -> None:
+    layout = Layout(STRUCTURE, tuple((i,) for i in range(len(LEAVES))), ("range",))
+    first, second = closed((TREE, TREE), {STRUCTURE: layout}, {"range": jnp.ones(())})
+    assert isinstance(first, Placed) and list(first.kept) == ["range"]
+    same(second, TREE)

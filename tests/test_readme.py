@@ -53,7 +53,7 @@ def test_the_plans_in_the_readme_load():
     from xform.plan import Plan
 
     plans = [Plan.loads(t) for language, t in BLOCKS if language == "toml" and "[mesh]" in t]
-    meshes = [{"fsdp": 16, "tensor": 4}, *[{"fsdp": 16}] * 3]
+    meshes = [{"fsdp": 16, "tensor": 4}, *[{"fsdp": 16}] * 4]
     assert [dict(plan.mesh) for plan in plans] == meshes
     assert all(Plan.loads(plan.dumps()) == plan for plan in plans)
 

@@ -24,6 +24,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from xform.errors import PlanError
+from xform.kept import arrived, beginning, has_begun, known, layouts_of, phase_of, started
 from xform.making import Making
 from xform.plan import Plan
 from xform.program import (
@@ -39,7 +40,6 @@ from xform.sharding.memory import in_memory, laid
 from xform.sharding.placement import dtype_of, provisional, put, put_row, taken_apart
 from xform.state import (
     Element,
-    Layout,
     Placed,
     closed,
     gathered,
@@ -48,6 +48,7 @@ from xform.state import (
     scattered,
     whole,
 )
+from xform.state.kept import Phase
 from xform.topologies import make_mesh
 from xform.trace import (
     ShapedArray,
@@ -101,7 +102,11 @@ class Parallelized:
     def place(self, *args: Any) -> Any:
         """The leading arguments on the mesh, laid out as the plan says: one gives it, several a tuple.
 
-        An argument of which the plan stacks some arrays becomes an `xform.Placed`; `unplace` is the way back.
+        An argument of which the plan stacks some arrays, or in which it keeps some of its own (amax
+        histories), becomes an `xform.Placed`; `unplace` is the way back. One whose histories all have
+        something in them, after a step or from a checkpoint, is taken by a program whose products wait for
+        nothing that they measure: it is worth to be placed again. Raises PlanError where ranges can only come
+        from `calibrate`.
         Which dimension is what follows from the whole program: all arguments are needed, or an earlier
         `trace`, `lower` or call with arguments of these types. Before that, they are laid out provisionally,
         with a warning, and the first call moves them.
@@ -110,26 +115,28 @@ class Parallelized:
         if program is None:
             placed = tuple(jax.tree.map(put, a, provisional(a, self.mesh)) for a in args)
         else:
-            shardings = self._shardings(program)
             placed = tuple(
-                self._place(argument, value, shardings)
+                self._place(program, argument, value, started(program, argument, value))
                 for argument, value in zip(program.arguments, args, strict=False)
             )
         return placed[0] if len(placed) == 1 else placed
 
-    def _place(self, argument: Argument, value: Any, shardings: Sequence[NamedSharding]) -> Any:
+    def _place(self, program: Program, argument: Argument, value: Any, kept: Sequence[Any]) -> Any:
+        shardings = self._shardings(program)
         own = [shardings[i] for i in argument.inputs]
         leaves = jax.tree.leaves(opened(value))
         arrays = gathered(argument.layout.groups, leaves, lambda row, n: put_row(row, own[n]))
-        arrays = [put(x, s) for x, s in zip(arrays, own, strict=True)]
+        arrays = [put(x, s) for x, s in zip([*arrays, *kept], own, strict=True)]
         if argument.is_stacked:
-            return Placed(argument.layout, arrays)
+            begun = bool(kept) and has_begun(program, kept)
+            return Placed(dataclasses.replace(argument.layout, begun=begun), arrays)
         return jax.tree.unflatten(argument.layout.tree, arrays)
 
     def unplace(self, *trees: Any) -> Any:
         """Trees in the model's own structure, to read or to save: every `xform.Placed` in them taken apart.
 
-        One gives it, several a tuple. What was stacked lies as it did, without the dimension of the stack.
+        One gives it, several a tuple. What was stacked lies as it did, without the dimension of the stack;
+        what the plan keeps for itself is left out.
         """
         plain = tuple(
             jax.tree.map(lambda x: taken_apart(x) if is_placed(x) else x, tree, is_leaf=is_placed)
@@ -147,17 +154,16 @@ class Parallelized:
         """
         params = self.unplace(params)
         program = self.trace(params, *args, **kwargs) if args or kwargs else self._known((params,))
-        name = getattr(self._fn, "__name__", "the function")
         if program is None and self._takes((params,)):
             program = self.trace(params)
         if program is None:
             raise PlanError(
-                f"quantize: {name} was not traced with arguments of these types yet, and the whole program"
+                f"quantize: {self._name} was not traced with arguments of these types yet, and the whole program"
                 " says which weights it multiplies: give all its arguments, or call .trace(...) before"
             )
         if program.storable is None:
             raise PlanError(
-                f"quantize: {name} has no weights to be stored as codes: its plan has no quantize, or it"
+                f"quantize: {self._name} has no weights to be stored as codes: its plan has no quantize, or it"
                 " differentiates; use a step that serves, under a plan with quantize"
             )
         found = program.storable()
@@ -175,19 +181,22 @@ class Parallelized:
     def init(self, init_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`init_fn(*args)`, the function's first argument, born on the mesh: nobody ever holds it whole.
 
-        Laid out as `place` would.
+        Laid out as `place` would; ranges to be calibrated are still missing.
         """
         shapes = jax.eval_shape(init_fn, *args, **kwargs)
         program = self._program_of((shapes,), "init")
         if program is None:
             return jax.jit(init_fn, out_shardings=provisional(shapes, self.mesh))(*args, **kwargs)
         argument = program.arguments[0]
+        argument = dataclasses.replace(argument, layout=dataclasses.replace(argument.layout, begun=False))
+        own = program.kept if argument.layout.kept else ()
+        if any(kept.initial is None for kept in own):
+            own, argument = (), argument.without_kept
 
         def born(*args: Any, **kwargs: Any) -> Any:
             leaves = jax.tree.leaves(init_fn(*args, **kwargs))
-            return argument.filled(
-                dict(zip(argument.inputs, gathered(argument.layout.groups, leaves), strict=True)), {}
-            )
+            arrays = [*gathered(argument.layout.groups, leaves), *map(beginning, own)]
+            return argument.filled(dict(zip(argument.inputs, arrays, strict=True)), {})
 
         layout = argument.filled(self._shardings(program), {})
         return jax.jit(born, out_shardings=layout)(*args, **kwargs)
@@ -199,11 +208,49 @@ class Parallelized:
         program = self.trace(*args, **kwargs)
         return program.arranged(self._shardings(program), {})
 
+    def calibrate(self, first: Any, batches: Iterable[Sequence[Any]]) -> Any:
+        """The first argument, placed, with the largest ranges of numbers that were met over all batches.
+
+        batches: tuples of the arguments after the first, shapes alike. The function is run on each, with
+        the ranges of the batch itself, and its results are thrown away. Where `first` has ranges already they
+        grow. Raises PlanError for a plan that keeps no calibrated ranges, and for no batches.
+        """
+        placed: Placed | None = None
+        for batch in batches:
+            if placed is None:
+                program = self.trace(first, *batch)
+                if program.keeper != 0 or all(kept.initial is not None for kept in program.kept):
+                    raise PlanError(
+                        f"calibrate: the plan keeps no calibrated ranges in the first argument of "
+                        f"{self._name}; a recipe of quantize that has some says "
+                        'activations_calibration = "calibrated"'
+                    )
+                own = known(program, first)
+                placed = self._place(program, program.arguments[0], first, own)
+            arrays = placed.arrays[: len(placed.layout.groups)]
+            placed = Placed(placed.layout, [*arrays, *self._measure(placed, *batch)])
+        if placed is None:
+            raise PlanError(
+                "calibrate: there are no batches; give the arguments after the first, a tuple each"
+            )
+        return placed
+
+    @functools.cached_property
+    def _measure(self) -> Any:
+        """The function as one that returns what it keeps alone, measured anew."""
+        other = Parallelized(self._fn, self.plan, self.mesh, {})
+        options = {k: v for k, v in self._options.items() if k.startswith("static")}
+        return jax.jit(other._entry(measures=True), **options)
+
+    @property
+    def _name(self) -> str:
+        return getattr(self._fn, "__name__", "the function")
+
     # -------------------------------------------------------------- how a program comes about
 
-    def _entry(self, seen: list[Program] | None = None) -> Callable[..., Any]:
+    def _entry(self, seen: list[Program] | None = None, measures: bool = False) -> Callable[..., Any]:
         """A fresh function for jit to trace: rewrites the user's function and copies the result into jit's
-        trace.
+        trace. measures: what is kept, measured on the arguments, is the result.
         """
 
         def entry(*args: Any, **kwargs: Any) -> Any:
@@ -211,17 +258,21 @@ class Parallelized:
                 args, kwargs = closed(opened((args, kwargs)), {})
                 return self._fn(*args, **kwargs)
             leaves, tree = jax.tree.flatten(opened((args, kwargs)))
-            program = self._specialize(leaves, tree)
+            program = self._specialize(leaves, tree, "measure" if measures else phase_of(args, kwargs))
+            kept = arrived(program, args, kwargs, self._name if seen is None else "")
             if seen is None:
-                _warn_of_stacking(program, leaves, getattr(self._fn, "__name__", "the function"))
+                _warn_of_stacking(program, leaves, self._name)
             else:
                 seen.append(program)
-            values = gathered(program.in_groups, leaves)
+            values = [*gathered(program.in_groups, leaves), *kept.values()]
             values = list(map(laid, values, program.in_shardings, (v.aval for v in program.jaxpr.invars)))
             outs = inline(program.jaxpr, *values)
             outs = list(map(laid, outs, program.out_shardings, map(typeof, outs)))
-            result = jax.tree.unflatten(program.out_tree, scattered(program.out_groups, outs))
-            return closed(result, _layouts_of(program, args, kwargs))
+            own = len(program.out_groups)
+            if measures:
+                return outs[own:]
+            result = jax.tree.unflatten(program.out_tree, scattered(program.out_groups, outs[:own]))
+            return closed(result, *layouts_of(program, args, kwargs, outs[own:]))
 
         functools.update_wrapper(
             entry, self._fn, assigned=("__module__", "__name__", "__qualname__", "__doc__")
@@ -229,18 +280,17 @@ class Parallelized:
         entry.__signature__ = getattr(self._fn, "__signature__", None) or signature(self._fn)  # type: ignore[attr-defined]
         return entry
 
-    def _specialize(self, leaves: Sequence[Any], tree: Any) -> Program:
+    def _specialize(self, leaves: Sequence[Any], tree: Any, phase: Phase = "start") -> Program:
         static = {i: x for i, x in enumerate(leaves) if not isinstance(x, Tracer | Element)}
         avals = tuple(_aval(x) for i, x in enumerate(leaves) if i not in static)
         if any(getattr(p, "hosts", False) for p in self.plan.passes):
             avals = tuple(in_memory(aval, jax.memory.Space.Device) for aval in avals)
         kinds = tuple((i, type(x), x) for i, x in static.items())  # 1, 1.0 and True are equal
-        key = (tree, kinds, avals, trace_context())
+        key = (tree, kinds, avals, phase, trace_context())
         program = self._programs.get(key)
         if program is None:
-            program = self._programs[key] = Making(self._fn, self.plan, self.mesh, self._donated).program(
-                tree, static, avals
-            )
+            making = Making(self._fn, self.plan, self.mesh, self._donated, phase)
+            program = self._programs[key] = making.program(tree, static, avals)
         return program
 
     # -------------------------------------------------------------- layouts of arguments
@@ -256,11 +306,10 @@ class Parallelized:
         if program is None and self._takes(args):
             program = self.trace(*args)
         if program is None:
-            name = getattr(self._fn, "__name__", "the function")
             warnings.warn(
-                f"{verb}: {name} was not traced with arguments of these types yet; the whole program alone"
-                " says how they should lie. They are laid out provisionally and moved at the first call. Call"
-                " .trace(...) once before, with all arguments (jax.ShapeDtypeStructs will do)",
+                f"{verb}: {self._name} was not traced with arguments of these types yet; the whole program"
+                " alone says how they should lie. They are laid out provisionally and moved at the first"
+                " call. Call .trace(...) once before, with all arguments (jax.ShapeDtypeStructs will do)",
                 stacklevel=3,
             )
         return program
@@ -362,16 +411,6 @@ def _aval(x: Any) -> Any:
     if isinstance(x, Element):
         return ShapedArray(x.shape, x.dtype)
     return plain_aval(typeof(x))
-
-
-def _layouts_of(program: Program, args: Any, kwargs: Any) -> dict[Any, Layout]:
-    """The layouts of the arguments that come as `Placed`, by the structure of the model's own tree."""
-    given = {**dict(enumerate(args)), **kwargs}
-    return {
-        argument.layout.tree: argument.layout
-        for argument in program.arguments
-        if argument.is_stacked and is_placed(given.get(argument.name))
-    }
 
 
 _INSTALLED = tuple(os.path.dirname(module.__file__ or "") for module in (jax, sys.modules[__name__]))

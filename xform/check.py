@@ -167,7 +167,7 @@ def check(
     original = parallelize(fn, Plan({"data": 1}, by_intent), devices=[here]) if by_intent else jax.jit(fn)
     compare = _Comparison(allowed)
     tell(f"running the original on one device: {kind}")
-    expected = list(_run(original, jax.device_put(args, here), turns))
+    expected = list(_run(original, _placed(original, jax.device_put(args, here)), turns))
     tell(f"running the rewritten program on {rewritten.mesh.size} devices")
     for turn, (want, got) in enumerate(
         zip(expected, _run(rewritten, _placed(rewritten, tuple(args)), turns), strict=True)
@@ -177,6 +177,7 @@ def check(
         tell(f"{len(compare.beyond())} tensors differ: is it rounding? nudging the original {NUDGES} times")
         for nudge in range(NUDGES):
             nudged = jax.device_put(_nudged(args, _longest_sum(jaxpr) ** 0.5, seed + nudge), here)
+            nudged = _placed(original, nudged)
             for turn, (want, moved) in enumerate(zip(expected, _run(original, nudged, turns), strict=True)):
                 compare.conditioning(want, moved, f"step {turn + 1}: " if kind == "training step" else "")
     return dataclasses.replace(
@@ -229,8 +230,13 @@ def _nudged(args: Any, units: float, seed: int) -> Any:
     return jax.tree.map(nudge, args)
 
 
-def _placed(rewritten: Parallelized, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    placed = rewritten.place(*args)
+def _placed(step: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments as a step takes them, the ranges that it keeps calibrated on them."""
+    if not isinstance(step, Parallelized):
+        return args
+    if any(kept.initial is None for kept in step.trace(*args).kept):
+        args = (step.calibrate(args[0], [args[1:]]), *args[1:])
+    placed = step.place(*args)
     return placed if len(args) > 1 else (placed,)
 
 

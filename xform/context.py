@@ -20,6 +20,7 @@ from xform.quantization.weights import Storable
 from xform.report import Report
 from xform.roles import Roles, find_roles
 from xform.roles.logical import Named
+from xform.state.kept import Kept, Phase
 from xform.trace import Jaxpr
 
 Stage = Literal["model", "step", "compiler"]
@@ -51,8 +52,10 @@ class Context:
     value by what its dimensions are, once Shard has looked. differentiated: whether the program is what the
     function differentiates, or holds gradients. given: which inputs are codes of weights, which the program
     takes as floats until Quantize carries them through it; given_as: the leaves they are then; codes: the
-    paths of these weights. storable: finds which
-    weights of a program that is not differentiated can be stored as codes, and how.
+    paths of these weights. storable: finds which weights of a program that is not differentiated can be
+    stored as codes, and how. kept: the last of the inputs and of the outputs, which are not the function's
+    own. keeper: the argument that they are part of; returns: whether the function returns it. model: the
+    number of the function that is differentiated, at the model stage.
     """
 
     stage: Stage
@@ -72,11 +75,29 @@ class Context:
     given_as: Sequence[Leaf] = ()
     codes: Collection[str] = ()
     storable: Callable[[], Storable] | None = None
+    kept: tuple[Kept, ...] = ()
+    keeper: int | str = 0
+    returns: bool = True
+    phase: Phase = "start"
+    model: int = 0
     _roles: tuple[Jaxpr, Roles] | None = None
 
     def __post_init__(self) -> None:
         self.in_shardings = self.in_shardings or [None] * len(self.inputs)
         self.out_shardings = self.out_shardings or [None] * len(self.outputs)
+
+    def keep(self, more: Sequence[Kept]) -> None:
+        """The program has these arrays as its last inputs, and what becomes of them as its last results. They
+        lie whole on every device.
+        """
+        donated = any(leaf.donated for leaf in self.inputs if leaf.argument == self.keeper)
+        self.kept = (*self.kept, *more)
+        self.inputs = [*self.inputs, *(Leaf(k.path, k.aval, self.keeper, donated) for k in more)]
+        self.outputs = [*self.outputs, *(Leaf(k.path, k.aval) for k in more)]
+        whole = [NamedSharding(self.mesh, PartitionSpec())] * len(more)
+        self.in_shardings = [*self.in_shardings, *whole]
+        self.out_shardings = [*self.out_shardings, *whole]
+        self.reasons.update((k.path, "kept from step to step: lies whole on every device") for k in more)
 
     def roles(self, jaxpr: Jaxpr) -> Roles:
         """The axes of `jaxpr` and their roles; analysed once for the same program."""

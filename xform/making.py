@@ -5,6 +5,7 @@ stacked.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,17 +24,22 @@ from xform.quantization.weights import Storable
 from xform.report import Report
 from xform.sharding.memory import type_text
 from xform.state import Groups, Packed, pack
+from xform.state.kept import Phase
+from xform.state.owner import state_argument
 from xform.trace import Jaxpr, boundary, check_jaxpr, trace_flat, typeof
 
 
 @dataclasses.dataclass(frozen=True)
 class Making:
-    """Makes the programs of one function under one plan. donated: arguments, by number and by name."""
+    """Makes the programs of one function under one plan. donated: arguments, by number and by name. phase: of
+    what passes keep.
+    """
 
     fn: Callable[..., Any]
     plan: Plan
     mesh: Mesh
     donated: frozenset[int | str]
+    phase: Phase = "start"
 
     def program(self, tree: Any, static: dict[int, Any], avals: Sequence[Any]) -> Program:
         """The program; a pass with a `settle` first decides, by trial of whole programs, what its plan leaves
@@ -91,7 +97,15 @@ class Making:
             start = time.perf_counter()
             results = tuple(Leaf("", v.aval) for v in jaxpr.outvars)
             made = Context(
-                "model", self.mesh, report, leaves, results, self.plan.axes, codes=coded, **context
+                "model",
+                self.mesh,
+                report,
+                leaves,
+                results,
+                self.plan.axes,
+                codes=coded,
+                model=next(models),
+                **context,
             )
             after = _run(jaxpr, passes, made, stages, " (model)")
             storable = made.storable
@@ -99,6 +113,7 @@ class Making:
             return after
 
         differentiated = False
+        models = itertools.count()
 
         def at_boundary(jaxpr: Jaxpr, values: Sequence[Any]) -> Jaxpr:
             nonlocal differentiated
@@ -130,6 +145,7 @@ class Making:
                 " takes: add quantize to it"
             )
         traced = time.perf_counter()
+        keeper, returns = state_argument(tree, out_tree, numbers, jaxpr)
         stacks = any(getattr(p, "stacks", False) for p in passes)
         jaxpr, in_groups, out_groups = _stacked(
             jaxpr, inputs, next_state(tree, numbers, out_tree), report, stages, stacks
@@ -142,6 +158,9 @@ class Making:
             stacked_leaves(outputs, out_groups),
             moved_names(self.plan.axes, inputs, in_groups),
             dcn=self.plan.dcn,
+            keeper=keeper,
+            returns=returns,
+            phase=self.phase,
         )
         jaxpr = _run(jaxpr, _of_stage(passes, "step"), context, stages, "")
         last = _in_order([p for p in passes if hasattr(p, "finish")])
@@ -162,6 +181,10 @@ class Making:
             tuple(tuple(numbers[i] for i in group) for group in in_groups),
             out_groups,
             {"trace": traced - start - spent, "rewrite": rewritten - traced + spent},
+            context.kept,
+            keeper,
+            returns,
+            self.phase,
         )
 
 
@@ -194,7 +217,7 @@ def _run(
         before = jaxpr
         carries = context.given is not None and hasattr(p, "carry")
         jaxpr = getattr(p, "carry" if carries else method)(jaxpr, context)
-        if method == "finish" and jaxpr is before:
+        if jaxpr is before and (method == "finish" or hasattr(p, "leads")):
             continue
         name = type(p).__name__.lower()
         want, now = type_text(context.inputs, context.outputs), type_text(jaxpr.invars, jaxpr.outvars)
@@ -207,8 +230,10 @@ def _run(
 
 
 def _of_stage(passes: Sequence[Pass], stage: str) -> tuple[Pass, ...]:
-    """The passes that act on a stage, in the order their needs allow."""
-    return _in_order([p for p in passes if stage in p.stages])
+    """The passes that act on a stage, in the order their needs allow; before them those that lead there."""
+    acting = [p for p in passes if stage in p.stages]
+    leading = [p for p in acting if stage in getattr(p, "leads", ())]
+    return _in_order(leading) + _in_order([p for p in acting if p not in leading])
 
 
 def _in_order(chosen: Sequence[Pass]) -> tuple[Pass, ...]:

@@ -19,6 +19,7 @@ from xform.context import Leaf
 from xform.quantization.weights import Storable
 from xform.report import Report
 from xform.state import Groups, Layout, Placed, row_path
+from xform.state.kept import Kept, Phase
 from xform.trace import Jaxpr, ShapedArray
 
 LAST = " (last)"
@@ -43,8 +44,9 @@ class Program:
     storable: finds which weights can be stored as codes, and how; None: the plan does not quantize, or the
     program is differentiated. in_tree: of (args, kwargs) in the model's own trees, static leaves too.
     in_groups: for each input the leaves of `in_tree` that it holds, several where they are stacked;
-    out_groups: the same for outputs.
-    seconds: trace and rewrite.
+    out_groups: the same for outputs. seconds: trace and rewrite. kept: what passes keep from call to call,
+    the last of `inputs` and `outputs`, which no group has; keeper: the argument that it is part of; returns:
+    whether that comes back; phase: whether it has something in it.
     """
 
     jaxpr: Jaxpr
@@ -61,6 +63,10 @@ class Program:
     in_groups: Groups
     out_groups: Groups
     seconds: dict[str, float]
+    kept: tuple[Kept, ...] = ()
+    keeper: int | str = 0
+    returns: bool = True
+    phase: Phase = "start"
 
     @property
     def original(self) -> Jaxpr:
@@ -79,7 +85,9 @@ class Program:
         """The arguments in order, positional ones first."""
         numbers = jax.tree.unflatten(self.in_tree, range(self.in_tree.num_leaves))
         return tuple(
-            _argument_of(number, subtree, self.in_groups)
+            _argument_of(
+                number, subtree, self.in_groups, self.kept if number == self.keeper else (), self.phase
+            )
             for kind in numbers
             for number, subtree in (kind.items() if isinstance(kind, dict) else enumerate(kind))
         )
@@ -94,7 +102,7 @@ class Program:
     def types(self) -> dict[int, tuple[tuple[int, ...], Any]]:
         """Shape and dtype of each leaf that is an array."""
         found: dict[int, tuple[tuple[int, ...], Any]] = {}
-        for leaf, group in zip(self.inputs, self.in_groups, strict=True):
+        for leaf, group in zip(self.inputs, self.in_groups, strict=False):
             shape = leaf.aval.shape if len(group) == 1 else leaf.aval.shape[1:]
             found.update((i, (shape, leaf.aval.dtype)) for i in group)
         return found
@@ -113,7 +121,7 @@ class Argument:
     """One argument of a program.
 
     name: its number or keyword. leaves: its leaves' numbers. inputs: which inputs of the program it is made
-    of. layout: how its leaves lie in these; static leaves are in none.
+    of. layout: how its leaves lie in these; static leaves are in none, what is kept is in the last.
     """
 
     name: int | str
@@ -123,7 +131,13 @@ class Argument:
 
     @property
     def is_stacked(self) -> bool:
-        return any(len(group) > 1 for group in self.layout.groups)
+        return any(len(group) > 1 for group in self.layout.groups) or bool(self.layout.kept)
+
+    @property
+    def without_kept(self) -> Argument:
+        groups = self.layout.groups
+        layout = dataclasses.replace(self.layout, kept=(), begun=False)
+        return dataclasses.replace(self, inputs=self.inputs[: len(groups)], layout=layout)
 
     def filled(self, values: Sequence[Any] | Mapping[int, Any], static: Mapping[int, Any]) -> Any:
         """The argument made of a value for each input of the program."""
@@ -136,12 +150,16 @@ class Argument:
         )
 
 
-def _argument_of(name: int | str, subtree: Any, groups: Groups) -> Argument:
+def _argument_of(
+    name: int | str, subtree: Any, groups: Groups, kept: Sequence[Kept], phase: Phase
+) -> Argument:
     leaves, tree = jax.tree.flatten(subtree)
     first = leaves[0] if leaves else 0
     inputs = tuple(n for n, group in enumerate(groups) if leaves and first <= group[0] <= leaves[-1])
     own = tuple(tuple(i - first for i in groups[n]) for n in inputs)
-    return Argument(name, tuple(leaves), inputs, Layout(tree, own))
+    more = range(len(groups), len(groups) + len(kept))
+    layout = Layout(tree, own, tuple(k.path for k in kept), bool(kept) and phase == "run")
+    return Argument(name, tuple(leaves), (*inputs, *more), layout)
 
 
 # ---------------------------------------------------------------- arguments and their names

@@ -33,6 +33,7 @@ from xform.batch.states import (
     rowwise,
 )
 from xform.higher_order import SCATTERS
+from xform.ops.marks import mark_of
 from xform.trace import Value, bind
 
 Rule = Callable[[Case], Outcome]
@@ -318,6 +319,13 @@ def random(case: Case) -> Outcome:
     return Outcome((out,), emit)
 
 
+def named(case: Case) -> Outcome:
+    """A range that is kept for later steps: each microbatch has its own of it, the largest of all is kept."""
+    if mark_of(case.eqn) is not None:
+        return case.everywhere(SAME)
+    return elementwise(case)
+
+
 def each(case: Case) -> Outcome:
     """Result i is operand i."""
     return Outcome(tuple(case.states))
@@ -353,7 +361,7 @@ RULES: dict[str, Rule] = {
     "fft": fft,
     "gather": gather,
     "iota": iota,
-    "name": elementwise,
+    "name": named,
     "optimization_barrier": each,
     "pad": pad,
     "reshape": reshape,

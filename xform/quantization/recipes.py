@@ -24,7 +24,8 @@ class Recipe:
     both backward products. *_calibration: as `scales.calibration` reads it. channels: a scale for each place
     along dimensions that are not contracted; else one for the array. block: a scale for so many numbers along
     what is contracted; backward products then take floats, quantized anew where `anew`. rounding: of
-    gradients, "nearest" or "stochastic".
+    gradients, "nearest" or "stochastic". What has a "delayed" or "calibrated" range has one scale, whatever
+    `channels`, and no blocks.
     """
 
     activations: str = ""
@@ -44,7 +45,14 @@ class Recipe:
             name = getattr(self, field)
             if name and name not in FORMATS:
                 raise unknown("format", name, FORMATS, f"{where}.{field}")
-            calibration(getattr(self, f"{field}_calibration"), f"{where}.{field}_calibration")
+            option = f"{where}.{field}_calibration"
+            found = calibration(getattr(self, f"{field}_calibration"), option)
+            blocks = (self.block if field != "gradients" else 0) or (FORMATS[name].block if name else 0)
+            if name and found.is_kept and blocks:
+                raise PlanError(
+                    f"{option} = {found.method!r}: one range is kept for the whole array, and {self} has "
+                    f'blocks of {blocks}: use "absmax", or no blocks and a format without'
+                )
         if self.gradients and FORMATS[self.gradients].table:
             raise PlanError(
                 f"{where}.gradients = {self.gradients!r}: its codes are no numbers to be multiplied; "
@@ -81,6 +89,8 @@ class Recipe:
 
 FIELDS = ("activations", "weights", "gradients")
 
+DELAYED = "delayed,1024"
+
 RECIPES: dict[str, Recipe] = {
     "int8": Recipe("int8", "int8", "int8"),
     "int4": Recipe("int4", "int4", "int8"),
@@ -90,12 +100,14 @@ RECIPES: dict[str, Recipe] = {
     "mxfp8": Recipe("mxfp8", "mxfp8", "mxfp8", anew=True),
     "int8_forward": Recipe("int8", "int8"),
     "fp8_forward": Recipe("fp8_e4m3", "fp8_e4m3"),
+    "fp8_delayed": Recipe("fp8_e4m3", "fp8_e4m3", "fp8_e5m2", DELAYED, DELAYED, DELAYED),
+    "int8_static": Recipe("int8", "int8", activations_calibration="calibrated"),
     "int8_weights": Recipe(weights="int8"),
     "int4_weights": Recipe(weights="int4", block=128),
     "fp8_weights": Recipe(weights="fp8_e4m3"),
     "nf4_weights": Recipe(weights="nf4", block=64),
 }
-"""The recipes by name: all three products, the forward one alone, weights alone."""
+"""The recipes by name: all three products, the forward one alone, those with kept ranges, weights alone."""
 
 
 def recipe_named(name: str, own: Mapping[str, Mapping[str, Any]], where: str) -> Recipe:

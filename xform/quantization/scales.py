@@ -3,6 +3,10 @@
     absmax          the largest magnitude          rms,3          three times the root of the mean square
     minmax          the least and the largest      percentile,99  of the magnitudes
     fixed,-2,2      this, for the whole array      absmax,0.9     nine tenths of it; larger ones are cut off
+    delayed,16      the largest magnitude of 16 steps before      calibrated     the one of `step.calibrate`
+
+The last two are kept from one step to the next (`kept`), one number for the whole array. Here they are
+measured and marked, so that a program is right before it is told where they are kept.
 
 A range has the dimensions of the array, of size one where numbers share a scale, of the number of blocks
 where they do in blocks. Source: Qwix 0.1.8, `qarray.calibrate`, in its order of
@@ -17,14 +21,26 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from xform.errors import PlanError
 from xform.quantization.formats import Format
 from xform.registry import unknown
 from xform.trace import Value
 
-METHODS = {"absmax": (0, 1), "minmax": (0, 1), "rms": (1, 1), "percentile": (1, 1), "fixed": (1, 2)}
+METHODS = {
+    "absmax": (0, 1),
+    "minmax": (0, 1),
+    "rms": (1, 1),
+    "percentile": (1, 1),
+    "fixed": (1, 2),
+    "delayed": (1, 2),
+    "calibrated": (0, 1),
+}
 """The calibrations, and how many numbers they take, at least and at most."""
+
+KEPT = ("delayed", "calibrated")
+"""Those whose ranges are kept."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,9 +51,27 @@ class Calibration:
     numbers: tuple[float, ...] = ()
 
     @property
+    def is_kept(self) -> bool:
+        """Whether its range is kept from one step to the next."""
+        return self.method in KEPT
+
+    @property
+    def steps(self) -> int:
+        """Of how many steps the largest magnitudes are kept; 0: no history is."""
+        return int(self.numbers[0]) if self.method == "delayed" else 0
+
+    @property
+    def factor(self) -> float | None:
+        """What the largest magnitude is multiplied with."""
+        given = self.numbers[1:] if self.method == "delayed" else self.numbers
+        return given[0] if given and self.method not in ("fixed", "percentile") else None
+
+    @property
     def covers_all(self) -> bool:
-        """Whether no number is out of range."""
-        return self.method in ("absmax", "minmax") and (not self.numbers or self.numbers[0] >= 1.0)
+        """Whether no number is out of range; or, of a delayed one, counts as such: what grew beyond the
+        last steps' range keeps its gradient, as in Flax 0.12.12, `linen.fp8_ops`.
+        """
+        return self.method in ("absmax", "minmax", "delayed") and (self.factor or 1.0) >= 1.0
 
 
 def calibration(text: str, where: str) -> Calibration:
@@ -57,9 +91,12 @@ def calibration(text: str, where: str) -> Calibration:
         raise PlanError(f"{where} = {text!r}: the range has to hold zero, as in {_EXAMPLES[method]!r}")
     if method == "percentile" and not 0 < numbers[0] <= 100:
         raise PlanError(f"{where} = {text!r}: a percentile lies above 0 and is at most 100")
-    if method != "fixed" and method != "percentile" and numbers and numbers[0] <= 0:
+    if method == "delayed" and (numbers[0] < 1 or numbers[0] % 1):
+        raise PlanError(f"{where} = {text!r}: delayed takes a number of steps, as in {_EXAMPLES[method]!r}")
+    made = Calibration(method, numbers)
+    if made.factor is not None and made.factor <= 0:
         raise PlanError(f"{where} = {text!r}: the factor has to be positive")
-    return Calibration(method, numbers)
+    return made
 
 
 _EXAMPLES = {
@@ -68,6 +105,8 @@ _EXAMPLES = {
     "rms": "rms,3",
     "percentile": "percentile,99.9",
     "fixed": "fixed,-1,1",
+    "delayed": "delayed,1024",
+    "calibrated": "calibrated,0.9",
 }
 
 
@@ -82,7 +121,8 @@ ABSMAX = Calibration("absmax")
 @dataclasses.dataclass(frozen=True)
 class How:
     """How an array is quantized: the format, the dimensions along which each place has a scale of its own
-    (`channels`), and those along which blocks of so many do. round: "nearest", or "stochastic".
+    (`channels`), and those along which blocks of so many do. round: "nearest", or "stochastic". mark: what
+    the largest magnitude is called in the program, where the range is kept.
     """
 
     format: Format
@@ -90,6 +130,7 @@ class How:
     blocks: tuple[tuple[int, int], ...] = ()
     calibration: Calibration = ABSMAX
     round: str = "nearest"
+    mark: str = ""
 
     def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Of the scale of an array of this shape."""
@@ -129,7 +170,11 @@ def measured(x: Value, how: How) -> Range:
         if numbers:
             least, most = least * numbers[0], most * numbers[0]
         return {"min": least.reshape(shape), "max": most.reshape(shape)}
-    if method == "rms":
+    if how.calibration.is_kept:
+        found = checkpoint_name(jnp.max(jnp.abs(x)), how.mark)
+        if how.calibration.factor is not None:
+            found = found * how.calibration.factor
+    elif method == "rms":
         found = jnp.sqrt(jnp.mean(jnp.square(x), **reduced)) * numbers[0]
     elif method == "percentile":
         found = jnp.percentile(jnp.abs(x).astype(jnp.float32), numbers[0], **reduced).astype(x.dtype)

@@ -39,7 +39,7 @@ class Side:
     along dimensions that are not contracted; else one for the whole array. block: along the last dimension
     that is contracted, a scale for so many numbers. round: "stochastic" for gradients. anew: of a gradient:
     the other operand is quantized alike where the forward pass has no codes that can be taken; else its
-    floats are.
+    floats are. mark: what a range that is kept is called; it is one for the whole array, whatever channels.
     """
 
     format: Format | None = None
@@ -48,6 +48,7 @@ class Side:
     block: int = 0
     round: str = "nearest"
     anew: bool = False
+    mark: str = ""
 
     def how(self, ndim: int, contracted: Sequence[int]) -> How:
         """contracted: the dimensions along which numbers share a scale; blocks are of the last one."""
@@ -55,7 +56,8 @@ class Side:
         size = self.block or self.format.block
         blocks = ((contracted[-1], size),) if size and contracted else ()
         free = [d for d in range(ndim) if d not in contracted and d not in dict(blocks)]
-        return How(self.format, tuple(free) if self.channels else (), blocks, self.calibration, self.round)
+        apart = self.channels and not self.calibration.is_kept
+        return How(self.format, tuple(free) if apart else (), blocks, self.calibration, self.round, self.mark)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,17 +190,25 @@ def gradient_operands(
 ) -> tuple[Operand, Operand]:
     """The gradient that comes in and the other operand, as a backward product takes them. contracted: where
     numbers of each share a scale. as_dy: the other's scale, in the dimensions of the gradient.
+
+    The gradient takes the other's scale on. Of a range that is kept that is no part, where it is one number:
+    else what is kept would lag behind it too.
     """
     if side.format is None or not is_float(dy.dtype):
         return dy, other
     if isinstance(other, Quantized) and other.format.table:
         other = whole(other)
+    how, found = side.how(dy.ndim, contracted[0]), None
     if isinstance(other, Quantized):
-        dy = along(jnp.multiply, dy, as_dy(other.scale))
+        scale = as_dy(other.scale)
+        if side.calibration.is_kept and scale.size == 1:
+            found = {"absmax": measured(dy, how)["absmax"] * scale}
+        dy = along(jnp.multiply, dy, scale)
         other = other.codes
-    made = quantized(dy, side.how(dy.ndim, contracted[0]), seed=seed)
+    made = quantized(dy, how, found, seed)
     if side.anew and is_float(other.dtype):
-        plain = dataclasses.replace(side, round="nearest")
+        method = ABSMAX if side.calibration.is_kept else side.calibration
+        plain = dataclasses.replace(side, round="nearest", calibration=method, mark="")
         other = quantized(other, plain.how(other.ndim, contracted[1]))
     return made, other
 

@@ -18,22 +18,25 @@ from xform.roles.logical import is_activation
 from xform.roles.naming import Roles
 from xform.trace import Jaxpr, JaxprEqn, Var
 
-Kind = Literal["parameter", "optimizer", "data"]
+Kind = Literal["parameter", "optimizer", "data", "kept"]
+"""kept: what a pass keeps from step to step; no program says that of itself."""
 
 
-def kinds(jaxpr: Jaxpr, roles: Roles) -> list[Kind]:
-    """What each of the program's inputs (not its constants) is, in order."""
-    root = roles.axes.root
-    if not any(roles.is_activation(scope, v) for scope in roles.axes.scopes for v in scope.raw):
-        return ["parameter"] * len(jaxpr.invars)
-    reaching = _reaching(jaxpr, root, roles, set(), set())
+def kinds(jaxpr: Jaxpr, roles: Roles, kept: int = 0) -> list[Kind]:
+    """What each of the program's inputs (not its constants) is, in order. kept: so many of the last are."""
+    root, own = roles.axes.root, jaxpr.invars[: len(jaxpr.invars) - kept]
+    more: list[Kind] = ["kept"] * kept
     found: list[Kind] = []
-    for var in jaxpr.invars:
+    if not any(roles.is_activation(scope, v) for scope in roles.axes.scopes for v in scope.raw):
+        found = ["parameter"] * len(own)
+        return found + more
+    reaching = _reaching(jaxpr, root, roles, set(), set())
+    for var in own:
         if is_activation(roles, root, var):
             found.append("data")
         else:
             found.append("parameter" if var in reaching else "optimizer")
-    return found
+    return found + more
 
 
 def _reaching(

@@ -49,7 +49,7 @@ def put_row(row: Sequence[Any], sharding: NamedSharding | None) -> Any:
 def taken_apart(placed: Placed) -> Any:
     """The model's own tree, each array of a row laid out as the row is."""
     leaves: dict[int, Any] = {}
-    for group, array in zip(placed.layout.groups, placed.arrays, strict=True):
+    for group, array in zip(placed.layout.groups, placed.arrays, strict=False):
         leaves.update(zip(group, [array] if len(group) == 1 else _rows(array), strict=True))
     return jax.tree.unflatten(placed.layout.tree, [leaves[i] for i in range(len(leaves))])
 

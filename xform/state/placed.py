@@ -26,10 +26,14 @@ Groups = tuple[tuple[int, ...], ...]
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """tree: the structure of the model's own tree. groups: what each array holds of its leaves."""
+    """tree: the structure of the model's own tree. groups: what each array holds of its leaves. kept: the
+    names of arrays of the plan's own that go with them, from call to call; begun: each has something in it.
+    """
 
     tree: Any
     groups: Groups
+    kept: tuple[str, ...] = ()
+    begun: bool = False
 
     @functools.cached_property
     def paths(self) -> tuple[str, ...]:
@@ -38,7 +42,7 @@ class Layout:
             jax.tree.unflatten(self.tree, range(self.tree.num_leaves))
         )
         paths = [jax.tree_util.keystr(path) for path, _ in leaves]
-        return tuple(row_path([paths[i] for i in group]) for group in self.groups)
+        return (*(row_path([paths[i] for i in group]) for group in self.groups), *self.kept)
 
 
 class _Name:
@@ -63,7 +67,8 @@ class _Name:
 class Placed:
     """The arrays of a tree as the plan stores them. `step.unplace(placed)` is the model's own tree again.
 
-    arrays: one for each group of the layout, in its order; a row of n leaves of shape [...] is [n, ...].
+    arrays: one for each group of the layout, in its order; a row of n leaves of shape [...] is [n, ...]. Then
+    those that are kept.
     """
 
     def __init__(self, layout: Layout, arrays: Iterable[Any]) -> None:
@@ -71,7 +76,14 @@ class Placed:
 
     def opened(self) -> Any:
         """The model's tree; leaves of a row are `Element`s."""
-        return jax.tree.unflatten(self.layout.tree, scattered(self.layout.groups, self.arrays))
+        return jax.tree.unflatten(
+            self.layout.tree, scattered(self.layout.groups, self.arrays[: len(self.layout.groups)])
+        )
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        """What the plan keeps besides the tree, by name."""
+        return dict(zip(self.layout.kept, self.arrays[len(self.layout.groups) :], strict=True))
 
     def __repr__(self) -> str:
         kinds = (
@@ -134,11 +146,13 @@ def is_placed(x: Any) -> bool:
     return isinstance(x, Placed)
 
 
-def closed(tree: Any, layouts: Mapping[Any, Layout]) -> Any:
+def closed(tree: Any, layouts: Mapping[Any, Layout], kept: Mapping[str, Any] | None = None) -> Any:
     """The model's tree with a `Placed` in place of each part that has the structure of one of the layouts.
 
-    Leaves that are `Element`s elsewhere become arrays.
+    Leaves that are `Element`s elsewhere become arrays. kept: what goes with the first part whose layout keeps
+    something, by name.
     """
+    left = dict(kept or {})
 
     def here(x: Any) -> bool:
         return bool(layouts) and jax.tree.structure(x) in layouts
@@ -147,8 +161,12 @@ def closed(tree: Any, layouts: Mapping[Any, Layout]) -> Any:
         if not here(x):
             return x.array() if isinstance(x, Element) else x
         layout = layouts[jax.tree.structure(x)]
-        leaves = jax.tree.leaves(x)
-        return Placed(layout, gathered(layout.groups, leaves))
+        arrays = gathered(layout.groups, jax.tree.leaves(x))
+        if layout.kept and all(name in left for name in layout.kept):
+            return Placed(layout, [*arrays, *map(left.pop, layout.kept)])
+        if all(len(group) == 1 for group in layout.groups):
+            return jax.tree.unflatten(layout.tree, arrays)
+        return Placed(dataclasses.replace(layout, kept=(), begun=False), arrays)
 
     return jax.tree.map(one, tree, is_leaf=here)
 
