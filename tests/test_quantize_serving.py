@@ -213,6 +213,18 @@ def test_a_checkpoint_of_codes_is_a_tree_of_arrays() -> None:
     agree(step(restored, *ARGS[1:]), step(codes, *ARGS[1:]))
 
 
+@pytest.mark.parametrize("mesh", [{}, {"fsdp": 4, "tensor": 2}])
+def test_codes_go_with_calibrated_ranges_of_activations(mesh: dict[str, int]) -> None:
+    step = serving(
+        FORWARD, Quantize("int8_static"), *([Shard(collectives="explicit")] if mesh else []), mesh=mesh
+    )
+    floats = step.calibrate(ARGS[0], [ARGS[1:]])
+    codes = step.calibrate(step.quantize(*ARGS), [ARGS[1:]])
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(codes)[0]]
+    assert sum(".codes" in path for path in paths) == 7 and sum("quantize[" in path for path in paths) == 4
+    agree(step(codes, *ARGS[1:]), step(floats, *ARGS[1:]), 1e-5)
+
+
 # ---------------------------------------------------------------- the ways of a weight through a program
 
 W = {"a": jnp.asarray(np.random.RandomState(1).standard_normal((3, 16, 16)), jnp.float32) * 0.3}

@@ -150,7 +150,8 @@ class Parallelized:
 
         params: arrays or ShapeDtypeStructs, or `Placed`. args: the function's other arguments, not needed
         where it was traced before. What cannot be stored as codes stays as it is, with a warning that says
-        why. Raises PlanError where the plan does not quantize weights, or the function differentiates.
+        why. Ranges that `calibrate` found are left out: calibrate afterwards. Raises PlanError where the plan
+        does not quantize weights, or the function differentiates.
         """
         params = self.unplace(params)
         program = self.trace(params, *args, **kwargs) if args or kwargs else self._known((params,))
@@ -158,13 +159,13 @@ class Parallelized:
             program = self.trace(params)
         if program is None:
             raise PlanError(
-                f"quantize: {self._name} was not traced with arguments of these types yet, and the whole program"
-                " says which weights it multiplies: give all its arguments, or call .trace(...) before"
+                f"quantize: {self._name} was not traced with arguments of these types yet, and the whole"
+                " program says which weights it multiplies: give all arguments, or call .trace(...) before"
             )
         if program.storable is None:
             raise PlanError(
-                f"quantize: {self._name} has no weights to be stored as codes: its plan has no quantize, or it"
-                " differentiates; use a step that serves, under a plan with quantize"
+                f"quantize: {self._name} has no weights to be stored as codes: its plan has no quantize, or"
+                " it differentiates; use a step that serves, under a plan with quantize"
             )
         found = program.storable()
         for where in dict.fromkeys(found.left.values()):
