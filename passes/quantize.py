@@ -78,6 +78,7 @@ class Quantize:
         several that match the last one counts.
     recipes: recipes of the plan's own, as fields that differ from those of a "base":
         {"mine": {"base": "int8", "block": 256, "rounding": "stochastic"}}.
+    where: a regular expression of name stacks and source lines: `recipe` is for what stands there alone.
     seed: of stochastic rounding.
     force: quantize by `recipe` even what takes a TPU longer so, by estimate; what a rule names always is.
 
@@ -88,6 +89,7 @@ class Quantize:
     recipe: str = "int8"
     rules: Mapping[str, str] = dataclasses.field(default_factory=dict)
     recipes: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    where: str = ""
     seed: int = 0
     force: bool = False
 
@@ -147,10 +149,7 @@ class Quantize:
                         "where:REGEX nor param:REGEX"
                     )
             else:
-                try:
-                    re.compile(pattern)
-                except re.error as error:
-                    raise PlanError(f"quantize.rules: {text!r} is no regular expression: {error}") from None
+                _check_regex(pattern, f"quantize.rules: {text!r}")
             where = f"quantize.rules[{text!r}]"
             yield _Rule(
                 text, kind, pattern, None if name == NONE else recipe_named(name, self.recipes, where)
@@ -162,12 +161,17 @@ class Quantize:
         by_default = (
             None if self.recipe == NONE else recipe_named(self.recipe, self.recipes, "quantize.recipe")
         )
+        _check_regex(self.where, f"quantize.where: {self.where!r}")
         there = _There.of(jaxpr, context)
         chosen: dict[Place, Recipe] = {}
         named: set[Place] = set()
         met: Counter[str] = Counter()
         for place, p in there.products.items():
             recipe, said = (by_default, False) if _by_default(p) else (None, False)
+            if self.where and not _stands(there.eqns[place], self.where):
+                recipe, said = None, True
+            else:
+                met[self.where] += 1
             for rule in rules:
                 if rule.matches(p, there.eqns[place], there.paths):
                     met[rule.text] += 1
@@ -177,6 +181,8 @@ class Quantize:
                 chosen[place] = recipe
             elif not said and by_default is not None:
                 there.tell(place, LEFT.get(p.name, LEFT[""]), context)
+        if self.where and not met[self.where]:
+            raise PlanError(f"quantize.where: {self.where!r} matches no product; {there}")
         elsewhere = context.differentiated and context.codes  # in the rest of the program
         for rule in rules:
             if not met[rule.text] and not elsewhere:
@@ -341,7 +347,19 @@ class _Rule:
             return fnmatch.fnmatchcase(p.name, self.pattern)
         if self.kind == "param":
             return any(re.search(self.pattern, paths[i]) for i in p.inputs)
-        return bool(re.search(self.pattern, f"{name_stack(eqn)} {source_line(eqn)}"))
+        return _stands(eqn, self.pattern)
+
+
+def _stands(eqn: JaxprEqn, pattern: str) -> bool:
+    """Whether a product's name stack or source line has a match."""
+    return bool(re.search(pattern, f"{name_stack(eqn)} {source_line(eqn)}"))
+
+
+def _check_regex(pattern: str, where: str) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise PlanError(f"{where} is no regular expression: {error}") from None
 
 
 def _key(number: int, p: NamedProduct, model: int) -> str:

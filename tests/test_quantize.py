@@ -66,6 +66,11 @@ def test_a_rule_finds_a_weight_by_its_path_and_a_product_by_its_line() -> None:
     assert set(done(by_line)) == {"query_proj", "key_proj", "value_proj", "out_proj"}
 
 
+def test_a_recipe_is_for_what_stands_there_alone_and_rules_come_after() -> None:
+    program = traced(Quantize("int8", where=r"\bmlp\b", rules={"query_proj": "int8"}))
+    assert set(done(program)) == {"mlpwi_0", "mlpwi_1", "mlpwo", "query_proj"}
+
+
 def test_scores_can_be_quantized_when_a_rule_asks_for_it() -> None:
     assert set(done(traced(Quantize("none", rules={"scores": "int8", "context": "int8"})))) == {
         "scores",
@@ -195,6 +200,8 @@ def test_a_recipe_of_the_plans_own_differs_from_its_base_in_what_it_says() -> No
         ({"rules": {"moe_mlpwo": "int8"}}, "matches no product; there are: .*mlpwo"),
         ({"rules": {"param:wq$": "int8"}}, r"matches no product; .*weights: .*\['query'\]"),
         ({"rules": {"where:(": "int8"}}, "no regular expression"),
+        ({"where": "("}, r"quantize.where: '\(' is no regular expression"),
+        ({"where": "moe"}, "quantize.where: 'moe' matches no product; there are: .*mlpwo"),
         ({"rules": {"logits": "int3bit"}}, r"rules\['logits'\]: no recipe"),
         ({"recipe": "none"}, "nothing to quantize"),
         ({"recipe": "m", "recipes": {"m": {"base": "int8", "bits": 8}}}, "no field 'bits'"),
@@ -330,6 +337,7 @@ MESHES = {
 CODED = [
     *(("dot", mesh, recipe) for mesh in MESHES for recipe in ("int8", "fp8")),
     ("dot", "data, fsdp, tensor", "stochastic"),
+    *(("dot", "fsdp and tensor", recipe) for recipe in ("int4", "int8_weights")),
     *(("ragged", mesh, "int8") for mesh in MESHES),
     ("ragged", "fsdp and tensor", "fp8"),
     *(("conv", mesh, "int8") for mesh in MESHES),
@@ -404,6 +412,17 @@ def test_weights_are_gathered_as_codes_and_gradients_are_summed_as_floats() -> N
     program = traced(*passes, mesh={"fsdp": 8}, fn=fn, args=args)
     assert moved(program, "all_gather") == {"int8", "int32"}  # int32: the tokens
     assert moved(program, "reduce_scatter") == {"bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "sent"), [("int4", "int4"), ("int8_weights", "int8"), ("fp8_weights", "float8_e4m3fn")]
+)
+def test_weights_are_gathered_as_codes_where_these_are_no_operands_too(recipe: str, sent: str) -> None:
+    fn, args = llama.train_step(size="tiny", batch=8, length=128, dtype="bfloat16")
+    program = traced(Quantize(recipe), Shard(collectives="explicit"), mesh={"fsdp": 8}, fn=fn, args=args)
+    gathered = (e.invars[0].aval for e in equations(program.jaxpr) if e.primitive.name == "all_gather")
+    found = Counter(str(a.dtype) for a in gathered if len(a.shape) > 1)
+    assert found[sent] == 14 and found["bfloat16"] == 1  # in both passes; the head
 
 
 def test_the_report_calls_codes_of_weights_weights_in_both_passes() -> None:

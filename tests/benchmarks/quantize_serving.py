@@ -30,7 +30,7 @@ STEPS: dict[str, tuple[Any, dict[str, int], dict[str, int]]] = {
     "fsdp": (llama.forward, {"fsdp": 8}, {"batch": 8, "length": 512}),
 }
 FLOATS = "bfloat16"
-OF_CODES = re.compile(r"\b(weights|quantized)\.")
+OF_CODES = re.compile(r"\bweights\.")
 TITLES = ("argument GB", "temp GB", "wire GB", "Mcycles", "codes in floats")
 SHOWN = (FLOATS, "int8_weights", "int8_forward", "fp8_weights", "int4_weights", "nf4_weights")
 

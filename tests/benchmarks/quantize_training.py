@@ -4,9 +4,9 @@
 
 A Llama of two layers reads the docstrings of Python's own standard library, byte by byte, for 300 steps, on
 one CPU: in float32, in int8, in int8 with gradients rounded stochastically, in fp8 (e4m3 forward, e5m2
-backward), and in fp8 with delayed scaling. All runs start with the same weights and take the same batches. Printed is every 50 steps the mean
-loss of the 25 before it, and at the end the largest difference from the floats' mean over any 25 steps. It
-has to lie within BAND; else the exit code is 1.
+backward), and in fp8 with delayed scaling. All runs start with the same weights and take the same batches.
+Printed is every 50 steps the mean loss of the 25 before it, and at the end the largest difference from the
+floats' mean over any 25 steps. It has to lie within BAND; else the exit code is 1.
 """
 
 from __future__ import annotations

@@ -22,12 +22,14 @@ def codes_in(eqn: JaxprEqn, vals: Sequence[Val]) -> Val | None:
     name, first = eqn.primitive.name, vals[0] if vals else None
     if first is None or len(eqn.outvars) != 1:
         return None
-    if name == "convert_element_type" and first.origin and first.make is None and not first.laid.partial:
+    weight = first.origin or first.named
+    if name == "convert_element_type" and weight and first.make is None and not first.laid.partial:
         before, after = bits(first.aval.dtype), bits(eqn.params["new_dtype"])
         return first if before <= 8 and before < after else None
     if not (name in MOVEMENT or name in ELEMENTWISE):
         return None
-    others = all(v.origin or v.make is not None or not v.shape for v in vals)
+    size = math.prod(shape_of(eqn.outvars[0]))
+    others = all(v.origin or v.make is not None or math.prod(v.shape) < size for v in vals)
     return next((v for v in vals if v.codes), None) if others else None
 
 
