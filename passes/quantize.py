@@ -376,12 +376,13 @@ def _by_default(p: NamedProduct) -> bool:
 def _why(recipe: Recipe) -> str:
     scales = "one scale a channel" if recipe.channels else "one scale an array"
     own = recipe.products(1, 0)
-    kept = any(side.format and side.calibration.is_kept for side in (own.left, own.right, own.dlhs))
-    if kept and recipe.channels:
+    sides = [side for side in (own.left, own.right, own.dlhs) if side.format]
+    if recipe.channels and any(side.calibration.is_kept for side in sides):
         scales += ", an array where its range is kept"
-    if kept or "fixed" in (recipe.activations_calibration + recipe.weights_calibration):
-        what = "known before" if kept else "fixed"
-        return f"{scales}; where the range is {what}, NaN becomes the integer 0 and infinity the range's end"
+    known = [side.format for side in sides if side.calibration.is_kept or side.calibration.method == "fixed"]
+    if known:
+        nan = "stays NaN" if all(f and f.keeps_nan for f in known) else "becomes 0"
+        return f"{scales}; where the range is known before, NaN {nan} and infinity the range's end"
     return f"{scales}; NaN or infinity in an operand shows as NaN in all results that share its scale"
 
 

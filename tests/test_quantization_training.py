@@ -10,7 +10,7 @@ from qwix._src.core import dot_general_qt
 
 from xform.quantization.arrays import quantized
 from xform.quantization.formats import FORMATS
-from xform.quantization.scales import calibration
+from xform.quantization.scales import How, calibration
 from xform.quantization.training import Products, Side, quantized_dot
 
 QTYPES = {
@@ -126,11 +126,15 @@ def test_a_value_that_is_no_number_shows_in_what_shares_its_scale_and_nowhere_el
     np.testing.assert_array_equal(rest, np.delete(np.asarray(clean), 1, 0))
 
 
-def test_with_a_fixed_range_nan_is_zero_and_infinity_the_end_of_the_range() -> None:
-    """As in Qwix; the report says so."""
-    how = Side(FORMATS["int8"], calibration("fixed,-2,2", "test")).how(1, (0,))
-    codes = quantized(jnp.asarray([np.nan, np.inf, -np.inf, 0.5], jnp.float32), how).codes
-    assert codes.tolist() == [0, 127, -128, 32]
+@pytest.mark.parametrize(("form", "nan", "end"), [("int8", 0, 127), ("fp8_e4m3", np.nan, 448), ("nf4", 0, 1)])
+def test_with_a_fixed_range_nan_is_zero_or_stays_and_infinity_is_the_end_of_the_range(
+    form: str, nan: float, end: float
+) -> None:
+    how = How(FORMATS[form], calibration=calibration("fixed,1", "here"))
+    q = quantized(jnp.asarray([np.nan, np.inf, -np.inf, 0.5], jnp.float32), how)
+    found = np.asarray(q.format.decode(q.codes, jnp.float32))
+    np.testing.assert_array_equal(found[0], nan)
+    assert found[1] == end and found[2] <= -end and 0 < found[3] < end
 
 
 def test_rounding_at_random_is_right_on_average_and_the_same_each_time() -> None:

@@ -43,6 +43,11 @@ class Format:
         return bool(self.bits)
 
     @property
+    def keeps_nan(self) -> bool:
+        """Whether there is a code of what is no number; else that becomes zero."""
+        return not (self.is_integer or self.table)
+
+    @property
     def range(self) -> tuple[float, float]:
         """The least and the largest code of an integer."""
         return -(2.0 ** (self.bits - 1)), 2.0 ** (self.bits - 1) - 1
@@ -53,6 +58,7 @@ class Format:
         """
         if self.table:
             table = jnp.asarray(self.table, jnp.float32)
+            x = jnp.where(jnp.isnan(x), 0.0, x).clip(self.table[0], self.table[-1])
             return jnp.argmin(jnp.abs(table - x[..., None]), axis=-1).astype(self.stored)
         if not self.is_integer:
             info = jnp.finfo(self.stored)

@@ -100,6 +100,7 @@ RECIPES: dict[str, Recipe] = {
     "mxfp8": Recipe("mxfp8", "mxfp8", "mxfp8", anew=True),
     "int8_forward": Recipe("int8", "int8"),
     "fp8_forward": Recipe("fp8_e4m3", "fp8_e4m3"),
+    "int8_delayed": Recipe("int8", "int8", "int8", DELAYED, DELAYED, DELAYED),
     "fp8_delayed": Recipe("fp8_e4m3", "fp8_e4m3", "fp8_e5m2", DELAYED, DELAYED, DELAYED),
     "int8_static": Recipe("int8", "int8", activations_calibration="calibrated"),
     "int8_weights": Recipe(weights="int8"),
