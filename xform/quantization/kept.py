@@ -5,7 +5,7 @@
                                         history' = [amax, *history[:-1]]   (a result)
 
 The marks (`marks`) are found at every depth of the whole step, after autodiff (`places`), and the program is
-traced again (`carrying`): what the histories say goes down to them, what they measure comes up. Where a
+traced again (`threaded`): what the histories say goes down to them, what they measure comes up. Where a
 history has nothing yet, the range is the one just measured. Ranges that were calibrated are read alone.
 """
 
