@@ -406,7 +406,7 @@ def _schedule(options: argparse.Namespace) -> Any:
     name = options.schedule
     sizes = {key: getattr(options, key) for key in ("stages", "microbatches", "repeats", "delay")}
     given = {key: number for key, number in sizes.items() if number is not None}
-    if name not in schedules.SCHEDULES and os.path.exists(name):
+    if name not in schedules.SCHEDULES and ("." in name or os.path.exists(name)):
         if given:
             raise PlanError(f"--{next(iter(given))}: the table in {name} has its own")
         return schedules.Schedule.load(name)

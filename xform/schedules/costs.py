@@ -1,8 +1,8 @@
 """What a table takes: idle slots, what a stage keeps, what travels, and how long it is with given costs.
 
 How long a tick is follows from its works, and from whether stages wait for each other. One program whose
-every tick ends in permutes runs *in step*: a tick takes as long as its longest work. Stages that go on as soon
-as they can are *free*: a work begins when what it needs is there and the one before it is done.
+every tick ends in permutes runs *in step*: a tick takes as long as its longest work. Stages that go on as
+soon as they can are *free*: a work begins when what it needs is there and the one before it is done.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class Costs:
         return cls(**found)
 
     def __str__(self) -> str:
-        return ", ".join(f"{name} {number:g}" for name, number in dataclasses.asdict(self).items() if number)
+        numbers = dataclasses.asdict(self)
+        return ", ".join(f"{name} {x:g}" for name, x in numbers.items() if x or name != "recompute")
 
 
 class Send(NamedTuple):
@@ -149,8 +150,8 @@ def cost(schedule: Schedule, costs: Costs | None = None) -> Cost:
 
 
 def sends(schedule: Schedule) -> tuple[Send, ...]:
-    """What travels, by tick: activations to the next stage, gradients of inputs to the previous one, in a ring
-    in which the first is next to the last. With one stage, nothing does.
+    """What travels, by tick: activations to the next stage, gradients of inputs to the previous one, in a
+    ring in which the first is next to the last. With one stage, nothing does.
     """
     found = []
     stages = schedule.stages
@@ -166,8 +167,8 @@ def sends(schedule: Schedule) -> tuple[Send, ...]:
 
 
 def _kept(schedule: Schedule, kinds: Sequence[Kind]) -> tuple[int, ...]:
-    """By stage, of how many microbatches of chunks a tick at most lies between the first and the last of these
-    works, or is one of them.
+    """By stage, of how many microbatches of chunks a tick at most lies between the first and the last of
+    these works, or is one of them.
     """
     spans: list[dict[tuple[int, int], tuple[int, int]]] = [{} for _ in range(schedule.stages)]
     for tick, stage, work in schedule.works():

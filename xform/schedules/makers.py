@@ -26,7 +26,6 @@ Order = Sequence[Work]
 class Maker:
     """A schedule that has a name. `loop` makes its table of ticks, or `order` says what a stage runs."""
 
-    doc: str
     loop: Callable[[int, int, int, int], Schedule] | None = None
     order: Callable[[int, int, int, int], Order] | None = None
     repeats: bool = False  # may stages have several chunks?
@@ -164,10 +163,10 @@ def soonest(orders: Sequence[Order], repeats: int) -> tuple[Row, ...]:
 
 
 SCHEDULES: Mapping[str, Maker] = {
-    "gpipe": Maker("all forward passes, then all backward passes", loop=circular),
-    "circular": Maker("the same with repeats: microbatches come round", loop=circular, repeats=True),
-    "1f1b": Maker("a backward pass after each forward pass", order=one_forward_one_backward),
-    "interleaved": Maker("1f1b with repeats", order=interleaved, repeats=True, whole=True),
-    "zb-h1": Maker("1f1b, gradients of weights in what were idle slots", order=zero_bubble),
+    "gpipe": Maker(loop=circular),
+    "circular": Maker(loop=circular, repeats=True),
+    "1f1b": Maker(order=one_forward_one_backward),
+    "interleaved": Maker(order=interleaved, repeats=True, whole=True),
+    "zb-h1": Maker(order=zero_bubble),
 }
 """The schedules by name."""

@@ -22,7 +22,8 @@ main { padding-bottom: 32px; }
 .ticks th:first-child { text-align: left; padding: 0 12px 0 0; white-space: nowrap; position: sticky; left: 0;
   background: var(--bg); }
 .ticks td { min-width: 24px; text-align: center; padding: 0 3px; border-radius: 3px; color: #14181f; }
-.ticks td.idle, .key.idle { background: color-mix(in srgb, var(--line) 45%, var(--bg)); } .ticks td.sent { color: var(--soft); }
+.ticks td.idle, .key.idle { background: color-mix(in srgb, var(--line) 45%, var(--bg)); }
+.ticks td.sent { color: var(--soft); }
 .forward { --c: #7fb2f5; } .backward { --c: #79cf92; } .input { --c: #5cc4bd; } .weight { --c: #f0b661; }
 .forward, .backward, .input, .weight { background: color-mix(in srgb, var(--c), #20242c var(--k, 0%)); }
 .key { display: inline-block; width: 22px; height: 14px; border-radius: 3px; margin: 0 6px 0 16px;

@@ -91,6 +91,7 @@ class Schedule:
     delay: int = 0
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "table", tuple(tuple(row) for row in self.table))
         plain = self.name.isprintable() and self.name == self.name.strip() and not set(self.name) & set(":=#")
         if not self.name or not plain:
             raise PlanError(f"a schedule's name is in one line, without ':', '=' and '#': {self.name!r}")
