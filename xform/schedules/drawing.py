@@ -28,12 +28,12 @@ def figures(schedule: Schedule, cost: Cost) -> list[str]:
     """What it takes, a line each."""
     sent = {way: sum(send.direction == way for send in cost.sends) for way in WAYS}
     travels = [f"{sent[way]} to the {way} stage in {cost.permutes(way)} ticks" for way in WAYS]
-    late = [f"late at most, by stage: {spread(cost.late)} gradients kept for those of weights"]
+    late = [f"gradients kept for those of weights at most, by stage: {spread(cost.late)}"]
     return [
         f"ticks {schedule.ticks}, idle {cost.idle} of {cost.slots} slots ({percent(cost.bubble)})",
-        f"alive at most, by stage: {spread(cost.alive)} inputs of a chunk, a microbatch each",
+        f"inputs of a chunk and microbatch alive at most, by stage: {spread(cost.alive)}",
         *(late if any(cost.late) else ()),
-        f"waiting at most, by stage: {spread(cost.waiting)} values that came before their tick",
+        f"values that wait for their tick at most, by stage: {spread(cost.waiting)}",
         f"travels: {', '.join(travels)}",
         f"costs: {cost.costs}",
         f"time: {cost.free:g} when stages go on as soon as they can ({percent(cost.lost(cost.free))} idle)",
