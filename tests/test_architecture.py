@@ -37,6 +37,7 @@ LAYERS = (
     "slices",  # slices of products, taken before them
     "state",  # which inputs are kept stacked, and both trees
     "registry",  # names to passes
+    "schedules",  # schedules of pipelines as tables
     "values",  # options: checked, frozen, written
     "plan",  # Plan, Pass; TOML
     "plans",  # presets

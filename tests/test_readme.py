@@ -63,5 +63,5 @@ def test_every_command_in_the_readme_exists():
 
     shell = " ".join(t for language, t in BLOCKS if language == "sh").replace("\\\n", " ")
     commands = set(re.findall(r"\bxform (\w+)", shell))
-    assert commands == {"axes", "explain", "dump", "check", "aot", "passes"}
+    assert commands == {"axes", "explain", "dump", "check", "aot", "passes", "schedule"}
     assert all(callable(getattr(cli, name)) for name in commands)

@@ -7,6 +7,7 @@ makes of it.
     xform check   TARGET --plan P --devices 8         the rewritten program against the original
     xform aot     TARGET --plan P --topology v5e-16   compiled for a TPU, without one
     xform passes                                      every pass and its options
+    xform schedule NAME --stages 4 --microbatches 8   a pipeline's schedule as a table, and what it takes
 
 TARGET is `module:factory`; `-s key=value` gives the factory's options. A plan is `--plan FILE.toml`, `--plan
 PRESET:SIZE`, or `--mesh fsdp=4,tensor=4` with any number of `--use pass:option=value`.
@@ -129,6 +130,18 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--save-hlo", metavar="FILE", type=writable, help="write the scheduled module")
 
     command("passes", passes, "Print every pass with its options and their defaults.", _json)
+
+    text = "Print the schedule of a pipeline as a table, its idle slots, what it keeps and what travels."
+    add = command("schedule", schedule, text, _json).add_argument
+    add("schedule", metavar="NAME", help="gpipe, circular, 1f1b, interleaved, zb-h1, or a file with a table")
+    add("--stages", type=whole_number, metavar="N", help="how many stages the layers are cut into")
+    add("--microbatches", type=whole_number, metavar="N", help="how many parts the batch is cut into")
+    add("--repeats", type=whole_number, metavar="N", help="chunks of layers a stage (default: 1)")
+    text = "ticks that activations are on their way for beyond the next (default: 0)"
+    add("--delay", type=int, metavar="N", help=text)
+    text = "forward=1,input=1,weight=1,recompute=0: what a microbatch and chunk takes (the default)"
+    add("--costs", metavar="KEY=VALUE", default="", help=text)
+    add("--html", metavar="FILE", type=writable, help="write a page that shows it")
     return parser.parse_args(argv[1:])
 
 
@@ -371,6 +384,35 @@ def _described(name: str, cls: type[Any]) -> str:
         lines += textwrap.wrap(head, 100, subsequent_indent=" " * 6)
         lines += textwrap.wrap(option.doc, 96, initial_indent="    ", subsequent_indent="    ")
     return "\n".join(lines)
+
+
+def schedule(options: argparse.Namespace) -> Answer:
+    from xform import schedules
+
+    costs = schedules.Costs.loads(options.costs)
+    found = _schedule(options)
+    cost = schedules.cost(found, costs)
+    if options.html:
+        _write("--html", options.html, schedules.html(found, cost))
+    if options.json:
+        return json.dumps({**found.to_json(), **cost.to_json()}, indent=1), faults.OK
+    return f"wrote {options.html}" if options.html else schedules.draw(found, cost), faults.OK
+
+
+def _schedule(options: argparse.Namespace) -> Any:
+    """The table with the given name, or that in a file."""
+    from xform import schedules
+
+    name = options.schedule
+    sizes = {key: getattr(options, key) for key in ("stages", "microbatches", "repeats", "delay")}
+    given = {key: number for key, number in sizes.items() if number is not None}
+    if name not in schedules.SCHEDULES and ("." in name or os.path.exists(name)):
+        if given:
+            raise PlanError(f"--{next(iter(given))}: the table in {name} has its own")
+        return schedules.Schedule.load(name)
+    if name in schedules.SCHEDULES and not {"stages", "microbatches"} <= given.keys():
+        raise PlanError(f"{name}: give --stages and --microbatches")
+    return schedules.make(name, **{"stages": 1, "microbatches": 1} | given)
 
 
 # ---------------------------------------------------------------- what the commands share
