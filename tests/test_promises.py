@@ -1,6 +1,7 @@
 """Promises: what a program keeps, and that a compiled one which does not is an error that says why."""
 
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -36,6 +37,7 @@ def layer(x: Any, p: Any) -> Any:
     return x + checkpoint_name(jax.nn.relu(x @ p["up"]), "hidden") @ p["down"]
 
 
+@functools.cache
 def scanned(policy: Any, **options: Any) -> Callable:
     """A stack of layers as a loop, or as a loop in a loop where the weights have two dimensions of layers."""
     inner = jax.checkpoint(layer, policy=policy, prevent_cse=False)
@@ -48,6 +50,7 @@ def scanned(policy: Any, **options: Any) -> Callable:
     return lambda p, x: jnp.mean(run(x, p)[0].astype(jnp.float32) ** 2)
 
 
+@functools.cache
 def unrolled(policy: Any, prevent_cse: bool = True) -> Callable:
     one = jax.checkpoint(layer, policy=policy, prevent_cse=prevent_cse)
 
@@ -231,14 +234,18 @@ def test_what_was_quantized_has_to_be_multiplied_in_eight_bits(
 # ---------------------------------------------------------------- the compiler
 
 
-def held(loss: Callable, kind: Keeping, *lead: int) -> str:
-    """What a TPU's program breaks of a promise about `hidden`; '' where it keeps it."""
+@functools.cache
+def compiled(loss: Callable, *lead: int) -> aot.Result:
+    """The gradient for a TPU, compiled once for all promises about it."""
     topology = topologies.parse("v5e:2x2")
     mesh = topologies.make_mesh(topology, {"fsdp": 4})
-    args = arguments(*lead, mesh=mesh)
-    lowered = jax.jit(jax.grad(loss)).lower(*args)
-    result = aot.compile_lowered(lowered, topology=topology, mesh=mesh)
-    report = Report()
+    lowered = jax.jit(jax.grad(loss)).lower(*arguments(*lead, mesh=mesh))
+    return aot.compile_lowered(lowered, topology=topology, mesh=mesh)
+
+
+def held(loss: Callable, kind: Keeping, *lead: int) -> str:
+    """What a TPU's program breaks of a promise about `hidden`; '' where it keeps it."""
+    result, report = compiled(loss, *lead), Report()
     report.promise(Promise("by hand", "hidden", kind))
     try:
         result.check_promises(differentiated(loss, *lead), report)
@@ -315,8 +322,7 @@ def test_a_models_promises_are_kept(model: Any, policy: Any, options: dict[str, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["int8", "fp8"])
-@pytest.mark.parametrize("collectives", ["explicit", "auto"])
+@pytest.mark.parametrize(("recipe", "collectives"), [("int8", "explicit"), ("fp8", "auto")])
 def test_all_dots_that_are_quantized_multiply_in_eight_bits(recipe: str, collectives: Any) -> None:
     """Slow: compiles a training step for a TPU."""
     topology = topologies.parse("v5e:2x2")

@@ -29,8 +29,9 @@ def test_a_public_model_has_a_finite_loss_and_a_gradient_for_every_weight(name: 
 
 
 @pytest.mark.slow  # compiles a training step of a real model
-@every_model
-def test_its_training_step_takes_the_loss_down(name: str) -> None:
+@pytest.mark.parametrize("name", ["gpt2", "vit"])
+def test_a_training_step_takes_the_loss_down(name: str) -> None:
+    """The step is made the same way for all: of a model of texts, and of one of images."""
     step, (state, batch) = getattr(public, f"{name}_train_step")(layers=1)
     step = jax.jit(step, donate_argnums=0)
     losses = []
@@ -60,15 +61,19 @@ def test_sizes_are_options(name: str) -> None:
     assert not np.array_equal(batch["targets"], again["targets"])
 
 
-@pytest.mark.slow  # compiles the gradients of a real model
 @pytest.mark.parametrize("name", ["gpt2", "bloom", "bert", "t5", "vit", "whisper"])
 def test_dropout_depends_on_the_key_in_the_batch(name: str) -> None:
     loss, (params, batch) = public.PUBLIC[name](dropout=0.3, layers=1)
-    run = jax.jit(jax.value_and_grad(loss))
-    value, gradients = run(params, batch)
-    assert value == run(params, batch)[0]
-    assert abs(value - run(params, batch | {"key": jax.random.key(7)})[0]) > 1e-4
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradients))
+    run = jax.jit(loss)
+    value = run(params, batch)
+    assert value == run(params, batch)
+    assert abs(value - run(params, batch | {"key": jax.random.key(7)})) > 1e-4
+
+
+@pytest.mark.slow  # compiles the gradients of a real model
+def test_gradients_with_dropout_are_finite() -> None:
+    loss, args = public.gpt2(dropout=0.3, layers=1)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(jax.jit(jax.grad(loss))(*args)))
 
 
 @pytest.mark.slow  # starts a process that imports jax and transformers

@@ -13,8 +13,7 @@ from jax.experimental import io_callback
 from tests import ours, public
 from tests.layers import f, picked, told
 from tests.loops import KEYS, attend, dropout, evaluated, layer, mlp, model, norm, one, random, random_layer
-from xform import Plan, PlanError, Remat, Report, Roll, Shard, parallelize
-from xform import check as compare
+from xform import Plan, PlanError, Remat, Report, Roll, parallelize
 from xform.context import Context, Leaf
 from xform.higher_order import equations
 from xform.trace import Jaxpr, eval_jaxpr, name_stack, source_line
@@ -372,20 +371,26 @@ def test_a_decoding_step_gives_its_caches_back(name: str) -> None:
 LOOPS = {name: [3, 4] if name in ("t5", "whisper") else [3] for name in public.PUBLIC}
 
 
+@functools.cache
+def of_two_layers(name: str) -> Jaxpr:
+    """A public model's rolled loss."""
+    return roll(*public.PUBLIC[name]())[0]
+
+
 @pytest.mark.slow  # traces real models
 @pytest.mark.parametrize("name", LOOPS)
 def test_the_layers_of_a_public_model_are_one_loop(name: str) -> None:
     jaxpr, report = roll(*public.PUBLIC[name](layers=3))
     assert scans(jaxpr) == LOOPS[name] and not report.of("declined")
-    small, _ = roll(*public.PUBLIC[name](layers=2))
+    small = of_two_layers(name)
     assert products(small) == products(jaxpr), "as many contractions whatever the number of layers"
 
 
 @pytest.mark.slow  # compiles the gradient of a real model twice
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("name", [name for name in LOOPS if name not in ("t5", "vit")])
 def test_a_public_model_gives_what_it_gave(name: str) -> None:
-    loss, args = public.PUBLIC[name]()
-    jaxpr, _ = roll(loss, args)
+    """Training steps of T5, of ViT and of our Llama, rolled and sharded, are compared in test_plans."""
+    jaxpr, (_, args) = of_two_layers(name), public.PUBLIC[name]()
     rolled = jax.value_and_grad(lambda leaves: eval_jaxpr(jaxpr, *leaves)[0], allow_int=True)
     value, found = jax.jit(rolled)(jax.tree.leaves(args))
     wanted, expected = public.gradients(name)
@@ -408,14 +413,6 @@ def test_our_models_are_loops(name: str, remat: bool) -> None:
     assert scans(jaxpr) == scans(scanned) and products(jaxpr) == products(scanned)
     assert remats(jaxpr) == [False] * len(scans(jaxpr)) * remat
     assert ("prevent_cse=False" in str(report)) == remat
-
-
-@pytest.mark.slow  # compiles a training step twice
-def test_a_training_step_under_sharding_gives_what_it_gave() -> None:
-    step, args = ours.train_step("llama", scan=False)
-    plan = Plan({"fsdp": 4, "tensor": 2}, [Roll(), Remat("full"), Shard()])
-    result = compare(step, args, plan)
-    assert result.ok, str(result)
 
 
 # ---------------------------------------------------------------- what comes of it

@@ -22,7 +22,7 @@ from xform.check import check
 
 
 def main(names: list[str]) -> None:
-    plans = {**test_plans.PLANS, **test_plans.MORE_PLANS, "memory": test_plans.MEMORY}
+    plans = {**test_plans.PLANS, "memory": test_plans.MEMORY}
     if "--explicit" in names:
         names, plans = [name for name in names if name != "--explicit"], test_spmd_models.PLANS
     for name in names or [*test_plans.OURS, *(f"public {each}" for each in public.PUBLIC)]:
