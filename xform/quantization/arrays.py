@@ -18,16 +18,24 @@ from xform.trace import Value
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Quantized:
-    """codes: of the array's shape. scale: as many dimensions; of a size that divides the codes'. zero: the
-    code of zero, of the scale's shape; None: 0.
+    """An array as codes, a pytree of its arrays: the number at a place is (code - zero) * scale.
+
+    codes: of the array's shape. scale: as many dimensions; of a size that divides the codes'; in the array's
+    dtype. zero: the code of zero, of the scale's shape; None: 0.
     """
 
     codes: Value
     scale: Value
     format: Format = dataclasses.field(metadata={"static": True})
     zero: Value | None = None
+
+    def __repr__(self) -> str:
+        shapes = [list(getattr(x, "shape", ())) for x in (self.codes, self.scale)]
+        return (
+            f"Quantized({self.format.name}{shapes[0]}, scale {getattr(self.scale, 'dtype', '')}{shapes[1]})"
+        )
 
     def blocks(self) -> dict[int, int]:
         """The dimensions with several scales for several numbers each, and for how many."""
