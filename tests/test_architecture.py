@@ -57,6 +57,7 @@ LAYERS = (
     "targets",  # module:factory on the command line
     "check",  # the original against the rewritten
     "arguments",  # the command line's arguments
+    "commands",  # what each command does
     "cli",  # the command line
 )
 

@@ -12,7 +12,20 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import NamedSharding, PartitionSpec
 
-from xform import Plan, PromiseError, Remat, Shard, aot, cli, faults, hlo, parallelize, registry, topologies
+from xform import (
+    Plan,
+    PromiseError,
+    Remat,
+    Shard,
+    aot,
+    cli,
+    commands,
+    faults,
+    hlo,
+    parallelize,
+    registry,
+    topologies,
+)
 from xform.context import Context
 from xform.hlo.costs import Costs, Kernel, Product
 from xform.models import encoder_decoder, gpt2, llama
@@ -356,7 +369,7 @@ def test_the_command_line_ends_with_the_broken_promise(monkeypatch: Any, capsys:
     target = ["aot", "tests.targets_for_tests:step", "--mesh", "fsdp=4", "--topology", "v5e:2x2"]
     options = cli._parse(["xform", *target, "--use", "boast"])
     with pytest.raises(PromiseError) as error:
-        cli.aot(options)
+        commands.aot(options)
     code, message = faults.told(error.value)
     assert code == faults.BAD_INPUT
     said = "offload of all weights: 0 bytes of 5.00 MB a device in host memory: as arguments they lie"
