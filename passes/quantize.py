@@ -291,8 +291,9 @@ class Quantize:
             isinstance(x, Quantized) or side.format
             for x, side in zip(operands, (how.left, how.right), strict=False)
         )
+        out: Any = eqn.outvars[0].aval
         with jax.named_scope(scope_of(p.name) if codes else f"weights.{p.name}"):
-            made = make(operands, how, eqn.params["precision"], eqn.outvars[0].aval.dtype)
+            made = make(operands, how, eqn.params["precision"], out.dtype)
         if (
             codes
             and eqn.primitive.name == "dot_general"

@@ -13,6 +13,7 @@ from xform.axes import find_axes
 from xform.errors import Decline
 from xform.quantization import costs
 from xform.quantization.recipes import RECIPES, Recipe
+from xform.quantization.scales import METHODS
 from xform.quantization.weighing import check_pays, lacking, sizes_of
 from xform.roles import find_roles
 
@@ -127,3 +128,7 @@ def test_a_device_multiplies_its_tokens_by_whole_weights_and_encodes_its_own_par
     assert found.numbers[1:] == (16 * 12, 12 * 12)
     found = sizes_of(roles, scope, down, 1, {"fsdp": 4, "tensor": 2})
     assert found.multiplied == 12 * 12 * 16 and found.numbers == (12 * 12, 12 * 16, 12 * 16)
+
+
+def test_every_calibration_has_its_passes() -> None:
+    assert set(costs.PASSES) == set(METHODS)

@@ -70,6 +70,9 @@ ERRORS = {
     "mxfp8": 0.1,
     "int8_forward": 0.03,
     "fp8_forward": 0.1,
+    "int8_delayed": 0.03,  # with ranges of their own, as in the first step
+    "fp8_delayed": 0.15,
+    "int8_static": 0.03,
     "int8_weights": 0.02,
     "int4_weights": 0.2,
     "fp8_weights": 0.08,

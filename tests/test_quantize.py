@@ -454,6 +454,14 @@ def test_where_the_compiler_adds_up_gradients_the_products_are_floats_at_once() 
     assert given(topologies.parse("v5e-4").devices()) == ["float32"] * 3
 
 
+@pytest.mark.parametrize("recipe", [name for name in RECIPES if not RECIPES[name].block and name != "mxfp8"])
+def test_every_recipe_is_weighed_for_a_tpu(recipe: str) -> None:
+    plan = Plan({"fsdp": 4}, [Quantize(recipe)])
+    program = parallelize(STEP, plan, devices=topologies.parse("v5e-4").devices()).trace(*ARGS)
+    notes = done(program) | left(program)
+    assert set(notes) >= ALL
+
+
 def test_remat_saves_codes_by_their_name() -> None:
     def saved(policy: str) -> set[str]:
         program = traced(Quantize(), Remat(policy=policy))

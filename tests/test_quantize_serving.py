@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from xform import Plan, PlanError, Quantize, Quantized, Roll, Shard, hlo, parallelize, topologies
 from xform.aot import compile_lowered
@@ -308,6 +309,23 @@ def test_codes_go_the_way_of_their_weight(fn: Any, recipe: str) -> None:
 def test_numbers_share_a_scale_that_do_so_for_any_product_of_the_weight() -> None:
     step = serving(in_branches, Quantize("int8_weights"), batch="[1][0]")
     assert step.quantize(W, X)["a"].scale.shape == (3, 1, 1)
+
+
+class Dense(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.up, self.down = nnx.Linear(16, 32, rngs=rngs), nnx.Linear(32, 16, rngs=rngs)
+
+    def __call__(self, x: Any) -> Any:
+        return self.down(jax.nn.gelu(self.up(x)))
+
+
+def test_a_state_of_flax_nnx_holds_codes() -> None:
+    graph, state = nnx.split(Dense(nnx.Rngs(0)))
+    step = serving(lambda state, x: nnx.merge(graph, state)(x), Quantize("int8_weights"), batch="[1][0]")
+    codes = step.quantize(state, X)
+    assert isinstance(codes["up"]["kernel"].get_value(), Quantized)
+    assert str(codes["up"]["kernel"].get_value()) == "Quantized(int8[16, 32], scale float32[1, 32])"
+    agree(step(codes, X), step(state, X))
 
 
 def with_a_penalty(p: Any, x: Any) -> Any:

@@ -72,8 +72,10 @@ of the result.
 BLOCK = 1536
 """Rows and columns of such a block."""
 
-PASSES = {"absmax": 1, "minmax": 1, "rms": 1, "percentile": 100, "fixed": 0}
-"""How often an operand is read for its range, by calibration: a percentile sorts."""
+PASSES = {"absmax": 1, "minmax": 1, "rms": 1, "percentile": 100, "fixed": 0, "delayed": 0, "calibrated": 0}
+"""How often an operand is read for its range, by calibration: a percentile sorts; what a history takes in is
+measured where codes are made.
+"""
 
 BOTH = 1.6
 """Passes that make codes of a gradient for both products, in one: it is read once."""
