@@ -8,7 +8,8 @@ It acts before autodiff, on a model that knows nothing of it: the product become
 own (`xform.quantization.training`), whose backward products take the same codes. So do products by expert
 (`ragged`) and `convolutions`, with scales for each column of all experts, for each feature. Which product is
 which is told by what it does (`xform.tensors`): scores and the router, whose errors choose, and the head are
-left as they are unless a rule names them. Ranges that are kept from step to step, "delayed" and "calibrated",
+left as they are unless a rule names them. Weights may come as codes, which are carried to the products
+(`carry`). Ranges that are kept from step to step, "delayed" and "calibrated",
 come from the state, once the step is whole (`kept`). On a TPU what takes longer quantized, finding ranges and
 making codes counted, is left too, by estimate (`weighing`). What codes the backward pass reads is named
 "quantization" for Remat.
@@ -32,7 +33,7 @@ from xform.context import Context
 from xform.errors import Decline, PlanError
 from xform.promises.multiplied import scope as scope_of
 from xform.quantization.arrays import Quantized
-from xform.quantization.carrying import Made, carried
+from xform.quantization.carrying import Made, Place, carried
 from xform.quantization.convolutions import CONVOLUTION
 from xform.quantization.kept import with_kept_ranges
 from xform.quantization.naming import Names, marked
@@ -63,9 +64,6 @@ LEFT = {
 GIVEN = "its weight is given as codes, which a program that is differentiated multiplies in floats"
 NONE = "none"
 KINDS = ("where", "param")
-
-Place = tuple[Path, int]
-"""Where a product stands: its body, and the number of its equation."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,8 +118,11 @@ class Quantize:
         values = [leaf.path for leaf in context.inputs]
         avals, names = [leaf.aval for leaf in leaves], [leaf.path for leaf in leaves]
         made = carried(jaxpr, given.held, avals, names, products)
+        for eqn, why in made.declined:
+            where = source_line(eqn) or name_stack(eqn)
+            context.report.declined("quantize", eqn.primitive.name, why, where)
         for note in made.whole:
-            why = f"{note.eqn.primitive.name} takes no codes: it gets them as floats"
+            why = f"{note.what} takes no codes: it gets them as floats"
             for i in sorted(note.inputs):
                 context.report.declined("quantize", values[i], why, note.where)
         if sizes := given.sizes(avals):
@@ -181,9 +182,9 @@ class Quantize:
                 chosen[place] = recipe
             elif not said and by_default is not None:
                 there.tell(place, LEFT.get(p.name, LEFT[""]), context)
-        if self.where and not met[self.where]:
-            raise PlanError(f"quantize.where: {self.where!r} matches no product; {there}")
         elsewhere = context.differentiated and context.codes  # in the rest of the program
+        if self.where and not met[self.where] and not elsewhere:
+            raise PlanError(f"quantize.where: {self.where!r} matches no product; {there}")
         for rule in rules:
             if not met[rule.text] and not elsewhere:
                 raise PlanError(f"quantize.rules: {rule.text!r} matches no product; {there}")
@@ -215,6 +216,8 @@ class Quantize:
             if p.weight is not None and recipe.weights:
                 how = recipe.products(p.weight, self.seed)
                 side = (how.left, how.right)[p.weight]
+                if there.eqns[place].primitive.name == CONVOLUTION and _in_blocks(side):
+                    continue  # it is declined, and told, where it stands
                 takers[place] = Taker(there.eqns[place], p.weight, side, p.name or "a product")
                 inputs |= set(p.inputs)
         return storable(jaxpr, takers, sorted(inputs), there.paths)
@@ -349,6 +352,10 @@ class _Rule:
         if self.kind == "param":
             return any(re.search(self.pattern, paths[i]) for i in p.inputs)
         return _stands(eqn, self.pattern)
+
+
+def _in_blocks(side: Side) -> bool:
+    return bool(side.block or (side.format and side.format.block))
 
 
 def _stands(eqn: JaxprEqn, pattern: str) -> bool:

@@ -88,6 +88,7 @@ def test_given_codes_a_step_gives_what_it_does_when_it_makes_them_itself(recipe:
     name, own = RECIPES[recipe]
     step = serving(FORWARD, Quantize(name, recipes=own))
     codes = step.quantize(*ARGS)
+    assert sum(map(is_codes, jax.tree.leaves(codes, is_leaf=is_codes))) == 7
     agree(step(codes, *ARGS[1:]), step(*ARGS))
 
 
@@ -351,6 +352,86 @@ def test_codes_of_another_checkpoint_work_where_floats_are_needed_too_and_the_re
     agree(step(codes, X), with_a_penalty(jax.tree.map(whole, codes, is_leaf=is_codes), X), 1e-6)
     said = [note for note, _ in step.trace(codes, X).report if "takes no codes" in note.why]
     assert len(said) == 1 and said[0].what == "[0]['v']"
+
+
+def test_a_weight_that_is_a_result_stays_in_floats() -> None:
+    def gives_back(p: Any, x: Any) -> Any:
+        return in_a_scan(p, x), p["a"]
+
+    with pytest.warns(UserWarning, match=r"\[0\]\['a'\] stay in floats, which the function's result needs"):
+        assert not is_codes(serving(gives_back, Quantize("int8_weights")).quantize(W, X)["a"])
+
+
+def test_of_a_recipe_that_keeps_weights_ranges_a_stored_weight_has_its_own() -> None:
+    recipe = {"mine": {"base": "int8_delayed", "weights_calibration": "delayed,16,2"}}
+    codes = serving(in_a_scan, Quantize("mine", recipes=recipe), batch="[1][0]").quantize(W, X)["a"]
+    assert codes.scale.shape == (3, 1, 1)
+    np.testing.assert_allclose(codes.scale[:, 0, 0], 2 * jnp.abs(W["a"]).max((1, 2)) / 127.5, rtol=1e-6)
+
+
+def of_heads(p: Any, x: Any) -> Any:
+    return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w.reshape(16, 16)), None), x, p["h"])[0]
+
+
+@pytest.mark.parametrize(("block", "scale"), [(1, (3, 8, 2, 16)), (2, (3, 8, 1, 16)), (8, (3, 2, 1, 16))])
+def test_blocks_have_as_many_numbers_as_the_recipe_says_however_the_weight_lies(
+    block: int, scale: tuple[int, ...]
+) -> None:
+    own = {"mine": {"base": "int4_weights", "block": block}}
+    codes = serving(of_heads, Quantize("mine", recipes=own), batch="[1][0]").quantize(
+        {"h": W["a"].reshape(3, 8, 2, 16)}, X
+    )
+    assert codes["h"].scale.shape == scale
+
+
+def test_blocks_that_do_not_divide_a_weight_as_it_lies_are_an_error_that_names_it() -> None:
+    own = {"mine": {"base": "int4_weights", "block": 8}}
+    step = serving(
+        lambda p, x: of_heads({"h": p["h"].reshape(3, 4, 4, 16)}, x),
+        Quantize("mine", recipes=own),
+        batch="[1][0]",
+    )
+    assert step.quantize({"h": W["a"].reshape(3, 4, 4, 16)}, X)["h"].scale.shape == (3, 2, 1, 16)
+    odd = {"h": jnp.ones((2, 4, 6, 24))}
+    step = serving(
+        lambda p, x: jax.lax.scan(lambda x, w: (x @ w.reshape(24, 24), None), x, p["h"])[0],
+        Quantize("mine", recipes=own),
+        batch="[1][0]",
+    )
+    with pytest.raises(
+        PlanError, match=r"blocks of 8 do not divide \[0\]\['h'\], of which .* contracts 4 x 6"
+    ):
+        step.quantize(odd, jnp.ones((4, 24)))
+
+
+def test_a_rule_of_the_users_own_is_not_lost_in_silence() -> None:
+    @jax.custom_vjp
+    def stopped(x: Any, w: Any) -> Any:
+        return x @ w
+
+    def back(saved: Any, _: Any) -> Any:
+        return jax.tree.map(jnp.zeros_like, saved)
+
+    stopped.defvjp(lambda x, w: (x @ w, (x, w)), back)
+    step = serving(
+        lambda p, x: jnp.tanh(stopped(in_a_scan(p, x), p["v"])), Quantize("int8_weights"), batch="[1][0]"
+    )
+    codes = step.quantize(V, X)
+    assert is_codes(codes["v"]) and step(codes, X).shape == X.shape
+    with pytest.raises(PlanError, match="from outside, through a function with a rule of its own"):
+        jax.grad(lambda x: step(codes, x).sum())(X)
+
+
+def test_what_cannot_be_quantized_beside_given_codes_is_told() -> None:
+    fn, shapes, x, _ = MORE["images"]
+    p, x = numbers((shapes, x))
+    own = {"mine": {"base": "int8_weights", "block": 3}}
+    step = serving(fn, Quantize("mine", recipes=own))
+    codes = step.quantize(p, x)
+    assert is_codes(codes["head"]) and not is_codes(codes["kernel"])
+    said = [note.why for note, _ in step.trace(codes, x).report if note.kind == "declined"]
+    assert any("contracts no dimension that blocks could be along" in why for why in said)
+    agree(step(codes, x), step(p, x), 1e-6)
 
 
 def test_a_program_that_learns_beside_given_codes_differentiates_through_them() -> None:

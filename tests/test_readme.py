@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import pytest
@@ -25,11 +26,11 @@ def test_python_in_the_readme_runs(capsys):
 
 
 def test_serving_in_the_readme_runs() -> None:
-    namespace: dict[str, object] = {}
+    namespace: dict[str, Any] = {}
     (program,) = [text for language, text in BLOCKS if language == "python" and "step.quantize" in text]
     exec(compile(program, "README.md", "exec"), namespace)
-    assert namespace["logits"].shape == (8, 64, 320)  # type: ignore[attr-defined]
-    assert "int8" in {str(x.dtype) for x in jax.tree.leaves(namespace["codes"])}  # type: ignore[attr-defined]
+    assert namespace["logits"].shape == (8, 64, 320)
+    assert "int8" in {str(x.dtype) for x in jax.tree.leaves(namespace["codes"])}
 
 
 @pytest.mark.slow  # compiles for a TPU

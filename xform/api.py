@@ -171,7 +171,7 @@ class Parallelized:
         for where in dict.fromkeys(found.left.values()):
             left = [path for path, at in found.left.items() if at == where]
             what = left[0] if len(left) == 1 else f"{len(left)} weights as {left[0]}"
-            warnings.warn(f"quantize: {what} stay in floats, which {where} takes", stacklevel=2)
+            warnings.warn(f"quantize: {what} stay in floats, which {where} needs", stacklevel=2)
         with_paths, tree = jax.tree_util.tree_flatten_with_path((params,))
         leaves = [
             x if (how := found.hows.get(jax.tree_util.keystr(path))) is None else _as_codes(x, how)

@@ -109,7 +109,8 @@ def dump(options: argparse.Namespace) -> Answer:
         import jax
 
         after = step.lower(*args).as_text()
-        before = jax.jit(step.__wrapped__).lower(*args).as_text()  # type: ignore[attr-defined]
+        original: Any = vars(step)["__wrapped__"]  # as functools.update_wrapper left it
+        before = jax.jit(original).lower(*args).as_text()
         texts = {"before": before, "after": after}
         return texts.get(which) or printing.stablehlo_diff(before, after), faults.OK
     lines = []

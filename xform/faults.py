@@ -8,6 +8,7 @@ never a traceback of ours; that one is written to a file, for whoever mends it.
 from __future__ import annotations
 
 import os
+import pathlib
 import sysconfig
 import tempfile
 import traceback
@@ -23,6 +24,16 @@ EXAMPLES = "xform.models"  # ordinary programs, though they come with xform
 SHOWN = 4  # of the user's frames
 _STANDARD = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib"))
 _INSTALLED = tuple(sysconfig.get_paths()[key] for key in ("purelib", "platlib"))
+
+
+def text_of(path: str | os.PathLike[str]) -> str:
+    """The text of a user's file. Raises PlanError, which names it, where it cannot be read."""
+    try:
+        return pathlib.Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise PlanError(f"{os.fspath(path)}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise PlanError(f"{os.fspath(path)}: is not a text file: {error}") from error
 
 
 def told(error: BaseException) -> tuple[int, str]:

@@ -29,6 +29,7 @@ from typing import Any, Protocol, Self, runtime_checkable
 
 from xform import registry
 from xform.errors import PlanError
+from xform.faults import text_of
 from xform.registry import unknown
 from xform.values import Frozen, fit, fit_flag, freeze, split, toml_table, written
 
@@ -86,13 +87,7 @@ class Plan:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
         """The plan in a TOML file; a `PlanError` names the file, and the table and key that are wrong."""
-        try:
-            text = pathlib.Path(path).read_text(encoding="utf-8")
-        except OSError as error:
-            raise PlanError(f"{os.fspath(path)}: cannot be read: {error.strerror}") from error
-        except UnicodeDecodeError as error:
-            raise PlanError(f"{os.fspath(path)}: is not a text file: {error}") from error
-        return cls.loads(text, os.fspath(path))
+        return cls.loads(text_of(path), os.fspath(path))
 
     @classmethod
     def loads(cls, text: str, source: str = "plan") -> Self:

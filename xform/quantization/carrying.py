@@ -27,6 +27,8 @@ from xform.quantization.moving import moved, repeated
 from xform.quantization.products import product
 from xform.quantization.ragged import is_forward, quantized_ragged_dot
 from xform.quantization.training import Products
+from xform.quantization.undifferentiated import undifferentiated
+from xform.rewrite import Path
 from xform.trace import (
     Jaxpr,
     JaxprEqn,
@@ -42,7 +44,6 @@ from xform.trace import (
     typeof,
 )
 
-Path = tuple[tuple[int, int], ...]
 Place = tuple[Path, int]
 """Where an equation stands: its body, by (equation, body) from the outermost inward, and its number there."""
 
@@ -55,14 +56,24 @@ Made = Callable[[Operands], Value]
 
 @dataclasses.dataclass(frozen=True)
 class Whole:
-    """An operation that got a weight's floats. inputs: the values it is made of, by number."""
+    """eqn: an operation that got a weight's floats; None: the program gives them as a result. inputs: the
+    values they are made of, by number.
+    """
 
-    eqn: JaxprEqn
+    eqn: JaxprEqn | None
     inputs: frozenset[int]
 
     @property
+    def what(self) -> str:
+        return "the function's result" if self.eqn is None else self.eqn.primitive.name
+
+    @property
     def where(self) -> str:
-        return source_line(self.eqn) or name_stack(self.eqn)
+        return "" if self.eqn is None else source_line(self.eqn) or name_stack(self.eqn)
+
+    @property
+    def text(self) -> str:
+        return f"{self.what} at {self.where}" if self.where else self.what
 
 
 class Taken(NamedTuple):
@@ -78,11 +89,14 @@ class Taken(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Carried:
-    """A program over codes. whole: what got a weight's floats. taken: what products got as codes."""
+    """A program over codes. whole: what got a weight's floats. taken: what products got as codes. declined:
+    products that were to be more than products by codes, and why they are not.
+    """
 
     jaxpr: Jaxpr
     whole: list[Whole]
     taken: list[Taken]
+    declined: list[tuple[JaxprEqn, str]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,11 +125,10 @@ def carried(
             _Codes(x, frozenset([k])) if isinstance(x, Quantized) else x for k, x in enumerate(hold(inputs))
         ]
         outs = walk.run(jaxpr, values, (), "")
-        last = jaxpr.eqns[-1] if jaxpr.eqns else None
-        return [walk.floats(x, last) for x in outs]
+        return [walk.floats(x, None) for x in outs]
 
     made = trace_flat(flat, avals, jaxpr.debug_info.func_name, names)
-    return Carried(made, list(_each_once(walk.whole)), walk.taken)
+    return Carried(made, list(_each_once(walk.whole)), walk.taken, walk.declined)
 
 
 class _Walk:
@@ -124,6 +137,7 @@ class _Walk:
         self.inside = {path[:k] for path, _ in products for k in range(1, len(path) + 1)}
         self.whole: list[Whole] = []
         self.taken: list[Taken] = []
+        self.declined: list[tuple[JaxprEqn, str]] = []
 
     def run(self, jaxpr: Jaxpr, values: Sequence[Any], path: Path, names: str) -> list[Any]:
         """What the body gives for these values; codes may be among both."""
@@ -164,10 +178,12 @@ class _Walk:
 
     def product(self, eqn: JaxprEqn, ins: list[Any], made: Made | None) -> Value:
         arrays = [x.array if isinstance(x, _Codes) else x for x in ins]
-        with contextlib.suppress(Decline):
+        try:
             if made is not None:
                 return made(arrays)
-        with contextlib.suppress(Decline):
+        except Decline as why:
+            self.declined.append((eqn, str(why)))
+        with contextlib.suppress(Decline):  # then it gets floats, which is told
             return PRODUCTS[eqn.primitive.name](eqn, arrays)
         return bind(eqn, [self.floats(x, eqn) for x in ins], eqn.params)[0]
 
@@ -175,7 +191,7 @@ class _Walk:
         """An array as an equation takes it that does not take codes."""
         if not isinstance(x, _Codes):
             return x
-        if eqn is not None and not x.part:
+        if not x.part:
             self.whole.append(Whole(eqn, x.inputs))
         return whole(x.array)
 
@@ -227,6 +243,20 @@ Inner = Callable[[int], Path]
 
 def _called(walk: _Walk, eqn: JaxprEqn, ins: list[Any], inner: Inner, names: str) -> list[Any]:
     return walk.run(bodies(eqn)[0], ins, inner(0), names)
+
+
+def _ruled(walk: _Walk, eqn: JaxprEqn, ins: list[Any], inner: Inner, names: str) -> list[Any]:
+    """A function with a rule for its derivative, which knows nothing of codes."""
+    leaves, rebuild = _opened(ins)
+
+    def plain(*xs: Value) -> list[Value]:
+        return [walk.floats(x, eqn) for x in walk.run(bodies(eqn)[0], rebuild(xs), inner(0), "")]
+
+    why = (
+        "quantize: a step that is given codes is differentiated from outside, through a function with a rule"
+        f" of its own ({source_line(eqn)}); take the derivative in the function that is parallelized"
+    )
+    return list(undifferentiated(plain, why)(*leaves))
 
 
 def _recomputed(walk: _Walk, eqn: JaxprEqn, ins: list[Any], inner: Inner, names: str) -> list[Any]:
@@ -304,8 +334,8 @@ def _chosen(walk: _Walk, eqn: JaxprEqn, ins: list[Any], inner: Inner, names: str
 ENTERED: dict[str, Callable[[_Walk, JaxprEqn, list[Any], Inner, str], list[Any]]] = {
     "closed_call": _called,
     "cond": _chosen,
-    "custom_jvp_call": _called,
-    "custom_vjp_call": _called,
+    "custom_jvp_call": _ruled,
+    "custom_vjp_call": _ruled,
     "jit": _called,
     "remat2": _recomputed,
     "scan": _scanned,

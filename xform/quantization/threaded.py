@@ -15,10 +15,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from xform.errors import PlanError
 from xform.higher_order import bodies, hoist, scan_parts
 from xform.ops.marks import Mark
 from xform.quantization.places import Place
+from xform.quantization.undifferentiated import undifferentiated
 from xform.rewrite import Path, interface
 from xform.state.kept import Phase
 from xform.trace import (
@@ -173,19 +173,15 @@ def _ruled(
     path = (*at[0], (at[1], 0))
     marks, line = walk.gives(path), source_line(eqn)
 
-    @jax.custom_jvp
-    def function(*xs: Value) -> tuple[Value, ...]:
+    def function(*xs: Value) -> list[Value]:
         outs, new = walk.run(body, xs, path, ranges)
-        return (*outs, *(new[m] for m in marks))
+        return [*outs, *(new[m] for m in marks)]
 
-    @function.defjvp
-    def rule(*given: Any) -> Any:
-        raise PlanError(
-            f"quantize: a step that keeps ranges is differentiated from outside, through a function with a "
-            f"rule of its own ({line}); take the derivative in the function that is parallelized"
-        )
-
-    outs = walk.inside(function)(*args)
+    why = (
+        f"quantize: a step that keeps ranges is differentiated from outside, through a function with a "
+        f"rule of its own ({line}); take the derivative in the function that is parallelized"
+    )
+    outs = walk.inside(undifferentiated(function, why))(*args)
     _add(measured, dict(zip(marks, outs[len(eqn.outvars) :], strict=True)))
     return [fitted(x, v.aval) for x, v in zip(outs, eqn.outvars, strict=False)]
 

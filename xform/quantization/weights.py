@@ -22,7 +22,7 @@ from xform.quantization.arrays import quantized
 from xform.quantization.carrying import Carried, Place, carried
 from xform.quantization.formats import FORMATS
 from xform.quantization.replacing import shared
-from xform.quantization.scales import How
+from xform.quantization.scales import Calibration, How
 from xform.quantization.training import Side
 from xform.trace import Jaxpr, JaxprEqn, ShapedArray, shape_of, source_line
 
@@ -58,7 +58,7 @@ def storable(
     hows: dict[int, How] = {}
     for (i, place), dims in into.items():
         taker = takers[place]
-        how = _how(shape_of(jaxpr.invars[i]), dims, taker)
+        how = _how(shape_of(jaxpr.invars[i]), dims, taker, paths[i])
         both = _for_both(hows.get(i, how), how)
         if both is None:
             raise PlanError(
@@ -70,7 +70,7 @@ def storable(
     while hows and (notes := _carried(jaxpr, hows).whole):
         for note in notes:
             for i in note.inputs:
-                left.setdefault(paths[i], f"{note.eqn.primitive.name} at {note.where}")
+                left.setdefault(paths[i], note.text)
                 hows.pop(i, None)
     return Storable({paths[i]: hows[i] for i in sorted(hows)}, left)
 
@@ -96,15 +96,40 @@ def _dimensions(
     return found
 
 
-def _how(shape: Sequence[int], dims: Sequence[set[int]], taker: Taker) -> How:
+def _how(shape: Sequence[int], dims: Sequence[set[int]], taker: Taker, path: str) -> How:
     side, along = taker.side, shared(taker.eqn, taker.operand)
     assert side.format is not None
+    found, channels = side.calibration, side.channels
+    if found.is_kept:  # a range that is kept for a step's weights, one an array; a stored weight has its own
+        found, channels = Calibration("absmax", (found.factor,) if found.factor else ()), False
     # Along what goes into dimensions that are contracted, numbers share a scale; without channels, along all.
-    together = [d for d, into in enumerate(dims) if (into if not side.channels else into & set(along))]
+    together = [d for d, into in enumerate(dims) if (into & set(along) if channels else into)]
     size = side.block or side.format.block
-    cut = [d for d in together if size and along and along[-1] in dims[d] and shape[d] % size == 0]
-    free = tuple(d for d in range(len(shape)) if d not in together)
-    return How(side.format, free, ((cut[-1], size),) if cut else (), side.calibration)
+    cut = [d for d in together if along and along[-1] in dims[d]] if size else []
+    blocks = _blocks(shape, cut, size, taker, path)
+    apart = cut[: cut.index(blocks[0][0])] if blocks else []  # outside of a block
+    free = tuple(d for d in range(len(shape)) if d not in together or d in apart)
+    return How(side.format, free, blocks, found)
+
+
+def _blocks(
+    shape: Sequence[int], cut: Sequence[int], size: int, taker: Taker, path: str
+) -> tuple[tuple[int, int], ...]:
+    """Blocks of so many numbers along the dimensions `cut`, which a product contracts as one, as they lie."""
+    left = size
+    for d in reversed(cut):
+        if shape[d] % left == 0:
+            return ((d, left),)
+        if left % shape[d]:
+            break
+        left //= shape[d]
+    if not cut:
+        return ()
+    lie = " x ".join(str(shape[d]) for d in cut)
+    raise PlanError(
+        f"quantize: blocks of {size} do not divide {path}, of which {taker.name} contracts {lie} numbers"
+        f" ({source_line(taker.eqn)}): give it another recipe by a rule, or other blocks"
+    )
 
 
 def _for_both(a: How, b: How) -> How | None:

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import pathlib
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, Self
 
 from xform.errors import PlanError
+from xform.faults import text_of
 from xform.registry import unknown
 from xform.schedules import grid
 
@@ -171,13 +171,7 @@ class Schedule:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
         """The table in a file; a `PlanError` names the file."""
-        try:
-            text = pathlib.Path(path).read_text(encoding="utf-8")
-        except OSError as error:
-            raise PlanError(f"{os.fspath(path)}: cannot be read: {error.strerror}") from error
-        except UnicodeDecodeError as error:
-            raise PlanError(f"{os.fspath(path)}: is not a text file: {error}") from error
-        return cls.loads(text, os.fspath(path))
+        return cls.loads(text_of(path), os.fspath(path))
 
     def dumps(self) -> str:
         """The table as text, in lines of at most 110; `Schedule.loads(schedule.dumps()) == schedule`."""
