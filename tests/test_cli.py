@@ -81,6 +81,17 @@ def test_dump_before_after_and_stablehlo():
     assert "--pass remat: the plan's passes are shard" in err
 
 
+def test_dump_and_explain_give_the_step_its_weights_as_codes():
+    serve = ["xform.models.llama:forward", "-s", "size=tiny", "--mesh", "fsdp=8", "--use", "shard"]
+    serve += ["--use", "quantize:recipe=int8_weights", "--codes"]
+    assert "i8[2,96,224]" in xform("dump", *serve, "--after").stdout
+    both = xform("dump", *serve, "--stablehlo").stdout
+    assert "tensor<2x96x224xf32>" in both and "tensor<2x96x224xi8>" in both
+    assert "['up']['kernel'].codes: int8[2,96,224] P(None, 'fsdp'" in xform("explain", *serve, "up").stdout
+    err = xform("dump", STEP, "--mesh", "fsdp=8", "--codes", code=2).stderr
+    assert "no weights to be stored as codes: its plan has no quantize" in err
+
+
 def test_check_agrees_and_has_json():
     found = json.loads(xform("check", LOSS, "--plan", "fsdp:8", "--devices", "8", "--json").stdout)
     assert found["ok"] is True and found["first_difference"] is None

@@ -63,7 +63,7 @@ def _dimensions(roles: Sequence[Sequence[str]]) -> str:
 
 def explain(options: argparse.Namespace) -> Answer:
     step, args = _parallelized(options)
-    program = step.trace(*args)
+    program = step.trace(*_given(step, args, options))
     paths = program.places
     exact = [options.path] if options.path in paths else [p for p in paths if options.path in p]
     if not exact:
@@ -89,7 +89,7 @@ def dump(options: argparse.Namespace) -> Answer:
     if options.json:
         raise PlanError("--json goes with --raise; without it, --html FILE has everything")
     step, args = _parallelized(options)
-    program = step.trace(*args)
+    program = step.trace(*_given(step, args, options))
     stages = [s for s in program.stages if options.only is None or s.name.split()[0] == options.only]
     if options.only is not None and not stages:
         names = ", ".join(sorted({s.name.split()[0] for s in program.stages})) or "none"
@@ -108,7 +108,7 @@ def dump(options: argparse.Namespace) -> Answer:
     if options.stablehlo:
         import jax
 
-        after = step.lower(*args).as_text()
+        after = step.lower(*_given(step, args, options)).as_text()
         original: Any = vars(step)["__wrapped__"]  # as functools.update_wrapper left it
         before = jax.jit(original).lower(*args).as_text()
         texts = {"before": before, "after": after}
@@ -297,12 +297,11 @@ def _parallelized(options: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
     plan = _plan(options)
     _virtual_devices(options.devices or _size(plan))
     fn, args = targets.load(options.target, options.settings)
-    step = parallelize(fn, plan)
-    return step, _given(step, args, options)
+    return parallelize(fn, plan), args
 
 
 def _given(step: Any, args: tuple[Any, ...], options: argparse.Namespace) -> tuple[Any, ...]:
-    """The arguments that a step is given."""
+    """The arguments that a step is given, of those that its function takes."""
     return (step.quantize(*args), *args[1:]) if options.codes else args
 
 
