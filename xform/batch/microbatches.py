@@ -31,12 +31,26 @@ Turn = tuple[Value, Leaves]
 """A microbatch: its number and its data."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Swept:
+    """What all microbatches gave. sums: those that are added up. stacked: extremes and rows, [steps, ...].
+    gradients, rows: for each cotangent, the gradients of what is the same, added up, and of data, stacked.
+    """
+
+    sums: list[Value]
+    stacked: tuple[list[Value], list[Value]]
+    gradients: list[list[Value]]
+    rows: list[list[Value]]
+
+
 class Microbatches:
     """The scan over the microbatches, with its derivative.
 
     It takes what is the same for all and the data, [steps, ...], and gives the parts, combined, and the rows
     gathered, [steps, ...]. groups: how what has a dimension for each group of devices lies, if it has one.
     """
+
+    who = "accumulate"
 
     def __init__(self, found: Cut, dtype: str, groups: NamedSharding | None, report: Report) -> None:
         self.cut, self.dtype, self.groups, self.report = found, dtype, groups, report
@@ -50,12 +64,8 @@ class Microbatches:
 
     def values(self, same: Leaves, data: Leaves) -> tuple[list[Value], list[Value]]:
         """Without a derivative."""
-
-        def turn(sums: Leaves, x: Turn) -> tuple[list[Value], Any]:
-            outs, _ = self.inside(same, x, (), (), ())
-            return self.added(sums, outs), self.stacked(outs)
-
-        return self.combined(*self.scan(turn, self.zeros(), data))
+        swept = self.sweep(same, data, (), (), ())
+        return self.combined(swept.sums, swept.stacked)
 
     def forward(self, same: Any, data: Any) -> Any:
         """The values, and beside them the gradient of each sum that is a single number."""
@@ -70,21 +80,9 @@ class Microbatches:
         pulls = [
             [one if i == j else Zero(typeof(one)) for i, one in enumerate(single)] for j in range(len(wanted))
         ]
-        first = [i for i in which if i < len(same)]
-
-        def turn(carried: Any, x: Turn) -> tuple[Any, Any]:
-            sums, gradients = carried
-            outs, found = self.inside(same, x, which, wanted, pulls)
-            gradients = [
-                self.accumulated(own, new[: len(first)]) for own, new in zip(gradients, found, strict=True)
-            ]
-            rows = [new[len(first) :] for new in found]
-            return (self.added(sums, outs), gradients), (self.stacked(outs), rows)
-
-        nothing = [self.accumulators([same[i] for i in first]) for _ in wanted]
-        (sums, gradients), (stacked, rows) = self.scan(turn, (self.zeros(), nothing), data)
-        ready = dict(zip(wanted, zip(gradients, rows, strict=True), strict=True))
-        return self.combined(sums, stacked), (ready, same, data, _Which(which))
+        swept = self.sweep(same, data, which, wanted, pulls)
+        ready = dict(zip(wanted, zip(swept.gradients, swept.rows, strict=True), strict=True))
+        return self.combined(swept.sums, swept.stacked), (ready, same, data, _Which(which))
 
     def backward(self, kept: Any, cotangents: Any) -> Any:
         """The gradients times how the loss depends on the sum; of several sums, by a second scan."""
@@ -108,16 +106,32 @@ class Microbatches:
         return found[: len(same)], found[len(same) :]
 
     def again(self, same: Leaves, data: Leaves, which: Sequence[int], cts: dict[int, Value]) -> Any:
-        """The gradient by a scan of its own: the forward pass of each microbatch runs a second time."""
+        """The gradient by a sweep of its own: the forward pass of each microbatch runs a second time."""
         why, line = self.cut.apart or ("several results are differentiated", "")
-        self.report.did("accumulate", "the forward pass runs twice: not one sum alone", why, line)
+        self.report.did(self.who, "the forward pass runs twice: not one sum alone", why, line)
+        swept = self.sweep(same, data, which, list(cts), [list(cts.values())])
+        return swept.gradients[0], swept.rows[0]
+
+    def sweep(
+        self, same: Leaves, data: Leaves, which: Sequence[int], wanted: Sequence[int], pulls: Sequence[Leaves]
+    ) -> Swept:
+        """All microbatches, one after the other. For each of `pulls`, cotangents of the sums `wanted`, the
+        gradients for the inputs `which`, numbers in (*same, *data).
+        """
         first = [i for i in which if i < len(same)]
 
-        def turn(gradients: Leaves, x: Turn) -> tuple[list[Value], list[Value]]:
-            _, (new,) = self.inside(same, x, which, list(cts), [list(cts.values())])
-            return self.accumulated(gradients, new[: len(first)]), new[len(first) :]
+        def turn(carried: Any, x: Turn) -> tuple[Any, Any]:
+            sums, gradients = carried
+            outs, found = self.inside(same, x, which, wanted, pulls)
+            gradients = [
+                self.accumulated(own, new[: len(first)]) for own, new in zip(gradients, found, strict=True)
+            ]
+            rows = [new[len(first) :] for new in found]
+            return (self.added(sums, outs), gradients), (self.stacked(outs), rows)
 
-        return self.scan(turn, self.accumulators([same[i] for i in first]), data)
+        nothing = [self.accumulators([same[i] for i in first]) for _ in pulls]
+        (sums, gradients), (stacked, rows) = self.scan(turn, (self.zeros(), nothing), data)
+        return Swept(sums, stacked, gradients, rows)
 
     # The pieces
 
@@ -214,9 +228,9 @@ class Microbatches:
         )
         if what:
             raise PlanError(
-                f"accumulate: {what} is differentiated, and the microbatches are over when it is known how:"
+                f"{self.who}: {what} is differentiated, and the microbatches are over when it is known how:"
                 " differentiate a sum over the batch, and return others beside the loss (has_aux=True) or"
-                " behind jax.lax.stop_gradient; or plan without accumulate"
+                f" behind jax.lax.stop_gradient; or plan without {self.who}"
             )
 
 
