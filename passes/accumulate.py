@@ -27,8 +27,7 @@ from xform.context import Context
 from xform.errors import PlanError
 from xform.plans.rules import MAXTEXT_RULES
 from xform.report import Report
-from xform.trace import Jaxpr, Value, Var, source_line, trace_flat
-from xform.trace import Literal as Constant
+from xform.trace import Jaxpr, source_line
 
 BATCH_AXES = dict(MAXTEXT_RULES)["activation_batch"]
 """The mesh axes that the batch may lie on."""
@@ -71,7 +70,7 @@ class Accumulate:
             if found.split.groups > 1
             else None
         )
-        return _accumulated(jaxpr, found, Microbatches(found, self.dtype, groups, context.report))
+        return Microbatches(found, self.dtype, groups, context.report).whole(jaxpr, "accumulate")
 
     def _check(self) -> None:
         if (self.steps > 0) == (self.rows > 0) or min(self.steps, self.rows) < 0:
@@ -163,23 +162,3 @@ def _paths(jaxpr: Jaxpr, found: Cut, context: Context) -> str:
     paths = dict(zip(jaxpr.invars, (leaf.path for leaf in context.inputs), strict=False))
     named = [paths.get(v) or v.aval.str_short() for v in found.data]
     return ", ".join(named[:3])
-
-
-# ---------------------------------------------------------------- the new program
-
-
-def _accumulated(jaxpr: Jaxpr, found: Cut, microbatches: Microbatches) -> Jaxpr:
-    own, run = found.jaxpr, microbatches.function()
-
-    def program(*args: Value) -> list[Value]:
-        env: dict[Var, Value] = dict(zip(own.all_invars, [*own.consts, *args], strict=True))
-        found.run_before(env)
-        data = [microbatches.laid(found.split.apart(env[v], found.states[v]), 1) for v in found.data]
-        parts, gathered = run([env[v] for v in found.same], data)
-        env.update(zip(found.parts, parts, strict=True))
-        for v, x in zip(found.gathered, gathered, strict=True):
-            env[v] = found.split.together(x, found.states[v])
-        found.run_after(env)
-        return [v.val if isinstance(v, Constant) else env[v] for v in own.outvars]
-
-    return trace_flat(program, [v.aval for v in jaxpr.invars], "accumulate", jaxpr.debug_info.arg_names)

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from xform.context import Context
 from xform.errors import Decline, PlanError
@@ -30,11 +30,11 @@ from xform.roles import Roles
 from xform.roles.inputs import Kind, kinds
 from xform.roles.logical import Named, logical_names
 from xform.sharding.constraints import Places, spelled
-from xform.sharding.layout import Layout, alternatives, spec_axes
+from xform.sharding.layout import Layout, alternatives, entry_axes, spec_axes
 from xform.sharding.twins import of_same_end, twins
 from xform.spmd.values import Options
 from xform.spmd.written import written
-from xform.trace import Jaxpr, Var, shape_of
+from xform.trace import Jaxpr, Value, Var, shape_of, typeof
 
 SEQUENCE_PARALLEL = ("activation_norm_length", "activation_norm_length_moe")
 
@@ -105,7 +105,7 @@ class Shard:
             if specs is None:
                 return None
             return [
-                x if s is None else jax.lax.with_sharding_constraint(x, NamedSharding(context.mesh, s))
+                x if s is None else jax.lax.with_sharding_constraint(x, _there(x, context.mesh, s))
                 for x, s in zip(site.bind(), specs, strict=True)
             ]
 
@@ -226,6 +226,15 @@ class Shard:
             if isinstance(out, Var):
                 spec, _ = layout.spec(logical_names(roles, root, out), context.outputs[i].path)
             context.out_shardings[i] = NamedSharding(context.mesh, spec)
+
+
+def _there(x: Value, mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
+    """The sharding where a value is: in a region that is manual over some axes, of the others."""
+    here = getattr(getattr(typeof(x), "sharding", None), "mesh", None)
+    if here is None or not here.manual_axes:
+        return NamedSharding(mesh, spec)
+    left = [tuple(a for a in entry_axes(e) if a not in here.manual_axes) or None for e in spec]
+    return NamedSharding(here, PartitionSpec(*left))
 
 
 def _in_types(jaxpr: Jaxpr) -> tuple[str, ...]:

@@ -17,6 +17,7 @@ from xform.passes.chunkedloss import ChunkedLoss  # noqa: E402
 from xform.passes.kernels import Kernels  # noqa: E402
 from xform.passes.narrow import Narrow  # noqa: E402
 from xform.passes.offload import Offload  # noqa: E402
+from xform.passes.pipeline import Pipeline  # noqa: E402
 from xform.passes.quantize import Quantize  # noqa: E402
 from xform.passes.remat import Remat  # noqa: E402
 from xform.passes.roll import Roll  # noqa: E402
@@ -37,6 +38,7 @@ __all__ = [
     "Offload",
     "Parallelized",
     "Pass",
+    "Pipeline",
     "Placed",
     "Plan",
     "PlanError",

@@ -28,6 +28,7 @@ BUILTIN: dict[str, str] = {
     "kernels": "xform.passes.kernels:Kernels",
     "narrow": "xform.passes.narrow:Narrow",
     "offload": "xform.passes.offload:Offload",
+    "pipeline": "xform.passes.pipeline:Pipeline",
     "quantize": "xform.passes.quantize:Quantize",
     "roll": "xform.passes.roll:Roll",
     "remat": "xform.passes.remat:Remat",

@@ -21,7 +21,7 @@ from xform.batch.cut import Cut
 from xform.batch.states import Micro, is_float
 from xform.errors import PlanError
 from xform.report import Report
-from xform.trace import Value, Var, shape_of, typeof
+from xform.trace import Jaxpr, Literal, Value, Var, shape_of, trace_flat, typeof
 
 MANY = 8
 """Sums of which the gradients are computed beside the values; those that nothing uses are taken away."""
@@ -61,6 +61,24 @@ class Microbatches:
         run = jax.custom_vjp(self.values)
         run.defvjp(self.forward, self.backward, symbolic_zeros=True)
         return run
+
+    def whole(self, jaxpr: Jaxpr, name: str) -> Jaxpr:
+        """The program in which the microbatches take the place of what is between its parts."""
+        found, run = self.cut, self.function()
+        own = found.jaxpr
+
+        def program(*args: Value) -> list[Value]:
+            env: dict[Var, Value] = dict(zip(own.all_invars, [*own.consts, *args], strict=True))
+            found.run_before(env)
+            data = [self.laid(found.split.apart(env[v], found.states[v]), 1) for v in found.data]
+            parts, gathered = run([env[v] for v in found.same], data)
+            env.update(zip(found.parts, parts, strict=True))
+            for v, x in zip(found.gathered, gathered, strict=True):
+                env[v] = found.split.together(x, found.states[v])
+            found.run_after(env)
+            return [v.val if isinstance(v, Literal) else env[v] for v in own.outvars]
+
+        return trace_flat(program, [v.aval for v in jaxpr.invars], name, jaxpr.debug_info.arg_names)
 
     def values(self, same: Leaves, data: Leaves) -> tuple[list[Value], list[Value]]:
         """Without a derivative."""

@@ -1,0 +1,67 @@
+"""Weights that come together before loops and stay so, and gradients that are summed over devices after them.
+
+    w' = together w            whole along the axes of the batch from here on
+    g  = accumulator w'        zeros: each device's own terms of a gradient that is not yet summed
+    g  = accumulate g dw i     g[i] += dw, as each device has it
+    dw = settled g w           summed over the devices, and laid out as w is
+
+Each is a call of its own name, and right as it stands; `xform.spmd.resident` gives it its meaning where
+collectives are written out. None is to be differentiated.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+TOGETHER, ACCUMULATOR, ACCUMULATE, SETTLED = "together", "accumulator", "accumulate", "settled"
+NAMES = tuple(f"resident_{name}" for name in (TOGETHER, ACCUMULATOR, ACCUMULATE, SETTLED))
+
+
+def together(w: Any) -> Any:
+    """A weight, whole along the axes that the batch lies over."""
+
+    def resident_together(w: Any) -> Any:
+        return jax.lax.copy_p.bind(w)
+
+    return jax.jit(resident_together)(w)
+
+
+def accumulator(w: Any, dtype: Any) -> Any:
+    """Zeros of a weight's shape, in another dtype, to add up gradients in."""
+
+    def resident_accumulator(w: Any) -> Any:
+        return jnp.zeros(w.shape, dtype)
+
+    return jax.jit(resident_accumulator, keep_unused=True)(w)
+
+
+def accumulate(total: Any, x: Any, *at: Any) -> Any:
+    """The terms with x added at these numbers of the first dimensions. x: total's shape without them."""
+
+    def resident_accumulate(total: Any, x: Any, *at: Any) -> Any:
+        return added(total, x, *at)
+
+    return jax.jit(resident_accumulate)(total, x, *at)
+
+
+def added(total: Any, x: Any, *at: Any) -> Any:
+    """total[at] += x."""
+    if not at:
+        return total + x.astype(total.dtype)
+    start = (*at, *[jnp.int32(0)] * (total.ndim - len(at)))
+    shape = (*[1] * len(at), *total.shape[len(at) :])
+    before = jax.lax.dynamic_slice(total, start, shape)
+    after = before + jax.lax.reshape(x.astype(total.dtype), shape)
+    return jax.lax.dynamic_update_slice(total, after, start)
+
+
+def settled(total: Any, w: Any) -> Any:
+    """The sum over devices, as w lies."""
+
+    def resident_settled(total: Any, w: Any) -> Any:
+        return jax.lax.copy_p.bind(total)
+
+    return jax.jit(resident_settled, keep_unused=True)(total, w)

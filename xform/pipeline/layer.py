@@ -1,0 +1,226 @@
+"""One layer as a schedule runs it: forward, keeping what its gradients need; and for its gradients, at once or
+one after the other.
+
+What is kept is what JAX's derivative of the layer keeps, so that policies of what is saved and what is computed
+again hold here too; but nothing of it that weights alone are made into, a cast, a transpose: that is made again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from xform.pipeline.cutting import Pieces, is_float, reached
+from xform.rewrite import Site, rewrite
+from xform.trace import Jaxpr, Literal, Value, Var, inline, trace_flat, without_dead
+
+OPENED = frozenset({"remat2", "jit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"})
+"""Calls in which the gradient of the input and that of the weights may be made by different equations."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Operands:
+    """What a layer takes, split as a schedule has it. moving: (*carried, *riders) by number in there. fixed:
+    numbers of `Pieces.fixed`. told, told_rows: numbers of theirs. rows: numbers of `Pieces.fixed`, stacks.
+    """
+
+    riders: tuple[int, ...]
+    fixed: tuple[int, ...]
+    told: tuple[int, ...]
+    told_rows: tuple[int, ...]
+    rows: tuple[int, ...]
+
+    @classmethod
+    def of(cls, pieces: Pieces) -> Operands:
+        def those(kind: str) -> tuple[int, ...]:
+            return tuple(dict.fromkeys(k for what, k in pieces.of_layer if what == kind))
+
+        return cls(those("rider"), those("fixed"), those("told"), those("told_row"), those("row"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """Programs of one layer. `rest` is (*fixed, *told, *told_rows, *rows), as `operands` has them.
+
+    run: of (*moving, *rest) gives (*carried, *ys). forward: the same and what is kept. backward: of (*kept,
+    *rest, *cotangents) gives the gradients of the floats of moving, then of `wanted`. input gives those of
+    moving alone, and what `weight` needs; weight, of (*kept, *rest, *that), those of `wanted`. cotangents
+    are those of the floats of (*carried, *ys). wanted: numbers in rest.
+    """
+
+    operands: Operands
+    moving: tuple[Any, ...]
+    rest: tuple[Any, ...]
+    outs: tuple[Any, ...]
+    wanted: tuple[int, ...]
+    run: Jaxpr
+    forward: Jaxpr
+    kept: tuple[Any, ...]
+    backward: Jaxpr
+    input: Jaxpr
+    weight: Jaxpr
+    late: tuple[Any, ...]
+
+
+def layer_of(pieces: Pieces, differentiated: Iterable[int]) -> Layer:
+    """The layer's programs. differentiated: numbers of `Pieces.fixed` of which gradients are wanted."""
+    operands, body = Operands.of(pieces), pieces.stack.body
+    wanted_fixed = set(differentiated)
+    carry = len(pieces.carried)
+    riders = [pieces.riders[k].aval for k in operands.riders]
+    moving = [*pieces.carried, *riders]
+    lead = pieces.stack.layers
+
+    def row(aval: Any) -> Any:
+        assert aval.shape[0] == lead
+        return aval.update(shape=aval.shape[1:], sharding=None) if hasattr(aval, "sharding") else aval
+
+    fixed = [pieces.fixed[k].aval for k in operands.fixed]
+    told = [pieces.told[k].aval for k in operands.told]
+    told_rows = [row(pieces.told_rows[k].aval) for k in operands.told_rows]
+    rows = [row(pieces.fixed[k].aval) for k in operands.rows]
+    rest = [*fixed, *told, *told_rows, *rows]
+    numbers = {("carried", k): k for k in range(carry)}
+    numbers |= {("rider", k): carry + n for n, k in enumerate(operands.riders)}
+    at = len(moving)
+    for kind, those in (("fixed", operands.fixed), ("told", operands.told)):
+        numbers |= {(kind, k): at + n for n, k in enumerate(those)}
+        at += len(those)
+    for kind, those in (("told_row", operands.told_rows), ("row", operands.rows)):
+        numbers |= {(kind, k): at + n for n, k in enumerate(those)}
+        at += len(those)
+    wanted = tuple(
+        n for n, k in enumerate(operands.fixed) if k in wanted_fixed
+    ) + tuple(len(rest) - len(rows) + n for n, k in enumerate(operands.rows) if k in wanted_fixed)
+
+    def run(*args: Value) -> list[Value]:
+        invars = pieces.stack.eqn.invars
+        given = [
+            invars[k].val if kind == "literal" else args[numbers[kind, k]] for kind, k in pieces.of_layer
+        ]
+        return inline(body, *given)
+
+    types = [*moving, *rest]
+    plain = trace_flat(run, types, "layer")
+    outs = tuple(v.aval for v in plain.outvars)
+    chosen = [n for n, t in enumerate(moving) if _float(t)] + [len(moving) + n for n in wanted]
+    floats = [n for n, t in enumerate(outs) if _float(t)]
+    tree: Any = None
+
+    def forward(*args: Value) -> list[Value]:
+        nonlocal tree
+
+        def of(some: Sequence[Value]) -> Any:
+            given = list(args)
+            for n, x in zip(chosen, some, strict=True):
+                given[n] = x
+            every = inline(plain, *given)
+            return [every[n] for n in floats], every
+
+        _, pull, every = jax.vjp(of, [args[n] for n in chosen], has_aux=True)
+        leaves, tree = jax.tree.flatten(pull)
+        return [*every, *leaves]
+
+    full = trace_flat(forward, types, "layer")
+    leaves = full.outvars[len(outs) :]
+    moved = reached(full, full.invars[: len(moving)])
+    saved = list(dict.fromkeys(v for v in leaves if isinstance(v, Var) and v in moved))
+    made_again = list(dict.fromkeys(v for v in leaves if isinstance(v, Var) and v not in moved))
+    kept = tuple(v.aval for v in saved)
+    keeping = _with_results(full, [*full.outvars[: len(outs)], *saved])
+    again = _with_results(full, made_again, full.invars[len(moving) :])
+
+    def backward(*args: Value) -> list[Value]:
+        known = dict(zip(saved, args, strict=False))
+        others = args[len(saved) : len(saved) + len(rest)]
+        known |= dict(zip(made_again, inline(again, *others), strict=True))
+        values = [v.val if isinstance(v, Literal) else known[v] for v in leaves]
+        pull = jax.tree.unflatten(tree, values)
+        return list(pull(list(args[len(saved) + len(rest) :]))[0])
+
+    cotangents = [outs[n] for n in floats]
+    both = without_dead(trace_flat(backward, [*kept, *rest, *cotangents], "layer"))
+    inner = sum(map(_float, moving))
+    input_, weight, late = _halves(both, inner, len(kept) + len(rest))
+    return Layer(
+        operands, tuple(moving), tuple(rest), outs, wanted, plain, keeping, kept, both, input_, weight, late
+    )
+
+
+def _float(aval: Any) -> bool:
+    return jax.dtypes.issubdtype(aval.dtype, jnp.inexact)
+
+
+def _with_results(jaxpr: Jaxpr, outs: Sequence[Any], takes: Sequence[Var] | None = None) -> Jaxpr:
+    """A part of a program: other results, of all its inputs or of some."""
+    made = jaxpr.replace(
+        outvars=list(outs),
+        invars=list(jaxpr.invars if takes is None else takes),
+        debug_info=jaxpr.debug_info.with_unknown_names(),
+    )
+    return without_dead(made)
+
+
+def _halves(jaxpr: Jaxpr, inner: int, known: int) -> tuple[Jaxpr, Jaxpr, tuple[Any, ...]]:
+    """A backward pass in two: what gives the first `inner` results, and what gives the others. The second takes
+    the first `known` inputs, and of the first what is made of the cotangents; all else it makes again.
+    """
+    flat = _opened(jaxpr)
+    hot = reached(flat, flat.invars[known:])
+    maker = {v: i for i, eqn in enumerate(flat.eqns) for v in eqn.outvars}
+    first = _needed(flat, flat.outvars[:inner], maker, set())
+    made = {v for i in first for v in flat.eqns[i].outvars} | set(flat.invars[known:])
+    late = _reads(flat, flat.outvars[inner:], maker, made & hot)
+    input_ = _with_results(flat, [*flat.outvars[:inner], *late])
+    takes = [*flat.invars[:known], *late]
+    return input_, _rebased(flat, flat.outvars[inner:], takes), tuple(v.aval for v in late)
+
+
+def _rebased(jaxpr: Jaxpr, outs: Sequence[Any], takes: Sequence[Var]) -> Jaxpr:
+    """The program of these results from these variables: what makes them is left out."""
+    given = set(takes)
+    eqns = [eqn for eqn in jaxpr.eqns if not any(v in given for v in eqn.outvars)]
+    made = jaxpr.replace(
+        eqns=eqns, invars=list(takes), outvars=list(outs), debug_info=jaxpr.debug_info.with_unknown_names()
+    )
+    return without_dead(made)
+
+
+def _needed(jaxpr: Jaxpr, outs: Iterable[Any], maker: dict[Var, int], there: set[Var]) -> set[int]:
+    found: set[int] = set()
+    todo = [v for v in outs if isinstance(v, Var)]
+    while todo:
+        v = todo.pop()
+        i = maker.get(v)
+        if v in there or i is None or i in found:
+            continue
+        found.add(i)
+        todo += [x for x in jaxpr.eqns[i].invars if isinstance(x, Var)]
+    return found
+
+
+def _reads(jaxpr: Jaxpr, outs: Iterable[Any], maker: dict[Var, int], there: set[Var]) -> list[Var]:
+    """Of the variables that are there, those that these results need, in order."""
+    needed = _needed(jaxpr, outs, maker, there)
+    reads = [v for i in sorted(needed) for v in jaxpr.eqns[i].invars if isinstance(v, Var)]
+    reads += [v for v in outs if isinstance(v, Var)]
+    return [v for v in dict.fromkeys(reads) if v in there]
+
+
+def _opened(jaxpr: Jaxpr) -> Jaxpr:
+    """The program with calls and what is computed again in their place."""
+
+    def rule(site: Site) -> Sequence[Value] | None:
+        if site.path or site.name not in OPENED:
+            return None
+        (body, *_) = [v for v in site.params.values() if isinstance(v, Jaxpr)]
+        return inline(_opened(body), *site.args)
+
+    return rewrite(jaxpr, rule)
+
+
+__all__ = ["Layer", "Operands", "is_float", "layer_of"]

@@ -1,0 +1,295 @@
+"""A schedule as a program runs it: for each tick and stage what runs, where it takes from, and where it puts.
+
+What is sent lies in a register of the stage that it was sent to, until the next tick of its direction sends
+again; what is not taken by then lies in a slot of a buffer. So do what a chunk has kept for the backward pass
+and what the gradient of weights waits for. How many slots there are, and which one is whose, follows from the
+table: every stage has as many as the one that needs the most. A stage without work at a tick in which others
+run something runs it too, on what is there, since all devices run one program: what it makes goes to a slot
+more, which nobody reads.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+
+from xform.schedules import Kind, Schedule, Work
+from xform.schedules.table import GIVES
+
+KINDS: tuple[Kind, ...] = ("forward", "backward", "input", "weight")
+Family = Literal["forward", "input", "weight"]
+
+REGISTER, OUTSIDE, WAITING = range(3)
+"""Where a work takes its value from: what was sent last; the program around the stack; a slot."""
+
+FAMILY: dict[Kind, Family] = {"forward": "forward", "backward": "input", "input": "input", "weight": "weight"}
+
+COLUMNS = ("kind", "chunk", "microbatch", "take", "wait", "saved", "late", "put", "put_back")
+"""What a tick says of each stage. kind: 1 + its number in KINDS, 0 where there is no work. take: one of the
+three above; wait: the slot that it takes from. saved: that of what is kept for the backward pass; late: of
+what the gradient of weights waits for. put, put_back: in which what has come by now goes, of activations and
+of gradients, before the register is sent over.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tick:
+    """kinds: what some stage runs. enters: the microbatch that comes to the first block, ends: that leaves
+    the last, returns: whose gradient has come back to the first block; -1 for none.
+    """
+
+    kinds: tuple[Kind, ...]
+    enters: int
+    ends: int
+    returns: int
+
+    @property
+    def shape(self) -> tuple[object, ...]:
+        """What the program of a tick depends on."""
+        return self.kinds, self.enters >= 0, self.ends >= 0, self.returns >= 0
+
+    @property
+    def forward(self) -> bool:
+        return "forward" in self.kinds
+
+    @property
+    def back(self) -> bool:
+        return "backward" in self.kinds or "input" in self.kinds
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """Ticks that repeat: `count` times those from `start` to `start + period`."""
+
+    start: int
+    period: int
+    count: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """columns: by name of COLUMNS, numbers [ticks, stages]. waiting: slots for activations, and for
+    gradients, on their way; ended: slots for gradients of the stack's results. saved, late: slots, each with
+    the one that nobody reads where `spare` says so. delay: ticks of its direction that a value is under way
+    beyond the next, by direction.
+    """
+
+    ticks: tuple[Tick, ...]
+    columns: Mapping[str, np.ndarray]
+    waiting: tuple[int, int]
+    ended: int
+    saved: int
+    late: int
+    delay: tuple[int, int]
+
+    @property
+    def stages(self) -> int:
+        return int(self.columns["kind"].shape[1])
+
+    def phases(self, most: int = 8) -> list[Phase]:
+        """The ticks as loops, as few as there are; more than `most` of them are one loop of everything."""
+        shapes = [tick.shape for tick in self.ticks]
+        found: list[Phase] = []
+        at = 0
+        while at < len(shapes):
+            best = Phase(at, 1, 1)
+            for period in (1, 2, 3):
+                count = 1
+                while shapes[at : at + period] == shapes[at + period * count : at + period * (count + 1)]:
+                    count += 1
+                if count > 1 and period * count > best.period * best.count:
+                    best = Phase(at, period, count)
+            found.append(best)
+            at += best.period * best.count
+        return found if len(found) <= most else [Phase(0, 1, len(shapes))]
+
+
+def run_of(schedule: Schedule) -> Run:
+    """What a program runs for a schedule that can run; a table without backward works is that of a program
+    that is not differentiated.
+    """
+    return _Run(schedule).run()
+
+
+def forward_only(schedule: Schedule) -> Schedule:
+    """The forward works of a schedule, ticks without any left out."""
+    rows = [tuple(w if w is not None and w.kind == "forward" else None for w in row) for row in schedule.table]
+    return dataclasses.replace(schedule, table=tuple(row for row in rows if any(row)))
+
+
+class _Run:
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.stages, self.repeats = schedule.stages, schedule.repeats
+        self.last = schedule.blocks - 1
+        table = schedule.table
+        self.columns = {name: np.zeros((len(table), self.stages), np.int32) for name in COLUMNS}
+        self.ticks = tuple(map(self.tick, table))
+        self.turns = {
+            "forward": [t for t, tick in enumerate(self.ticks) if tick.forward],
+            "input": [t for t, tick in enumerate(self.ticks) if tick.back],
+        }
+        self.done: dict[tuple[Kind, int, int], int] = {}
+        for tick, stage, work in schedule.works():
+            for kind in GIVES[work.kind]:
+                self.done[kind, self.block(stage, work), work.microbatch] = tick
+
+    def block(self, stage: int, work: Work) -> int:
+        return work.chunk * self.stages + stage
+
+    def tick(self, row: Sequence[Work | None]) -> Tick:
+        kinds = tuple(kind for kind in KINDS if any(w is not None and w.kind == kind for w in row))
+        enters = ends = returns = -1
+        for stage, work in enumerate(row):
+            if work is None:
+                continue
+            block = self.block(stage, work)
+            if work.kind == "forward":
+                enters = work.microbatch if block == 0 else enters
+                ends = work.microbatch if block == self.last else ends
+            elif work.kind in ("backward", "input") and block == 0:
+                returns = work.microbatch
+        return Tick(kinds, enters, ends, returns)
+
+    def run(self) -> Run:
+        columns = self.columns
+        for tick, stage, work in self.schedule.works():
+            columns["kind"][tick, stage] = 1 + KINDS.index(work.kind)
+            columns["chunk"][tick, stage] = work.chunk
+            columns["microbatch"][tick, stage] = work.microbatch
+        forward, ahead = self.arrivals("forward")
+        back, behind = self.arrivals("input")
+        ended = self.ended()
+        saved = self.saved()
+        late = self.late()
+        self.borrowed(saved, late)
+        return Run(self.ticks, columns, (forward, back), ended, saved, late, (ahead, behind))
+
+    # What is sent
+
+    def arrivals(self, family: Family) -> tuple[int, int]:
+        """Where what is sent in a direction is taken from: how many slots it waits in, and how many ticks of
+        its direction it is under way beyond the next.
+        """
+        number = {tick: n for n, tick in enumerate(self.turns[family])}
+        sent: list[tuple[int, int, int, int]] = []  # stage, from and to: ticks of the direction; tick it is taken at
+        for tick, stage, work in self.schedule.works():
+            block = self.block(stage, work)
+            before = block - 1 if family == "forward" else block + 1
+            if FAMILY[work.kind] != family:
+                continue
+            if not 0 <= before <= self.last:
+                if family == "forward":
+                    self.columns["take"][tick, stage] = OUTSIDE
+                continue
+            made = number[self.done["forward" if family == "forward" else "input", before, work.microbatch]]
+            sent.append((stage, made, number[tick], tick))
+        delay = min([self.schedule.delay, *(to - made - 1 for _, made, to, _ in sent)])
+        spans = {}
+        for stage, made, to, tick in sent:
+            there = made + 1 + delay
+            if to == there:
+                self.columns["take"][tick, stage] = REGISTER
+            else:
+                self.columns["take"][tick, stage] = WAITING
+                spans[stage, tick] = (self.turns[family][there], tick)
+        slots, placed = colored(spans)
+        for (stage, tick), slot in placed.items():
+            self.columns["wait"][tick, stage] = slot
+        # the slot that a register's value goes to, at the tick at which it has come; the spare one for others
+        put = np.full((len(self.ticks), self.stages), slots, np.int32)
+        for (stage, tick), (there, _) in spans.items():
+            put[there, stage] = placed[stage, tick]
+        self.columns["put" if family == "forward" else "put_back"] = put
+        return slots, delay
+
+    def ended(self) -> int:
+        """In how many slots the gradients of the stack's results wait for the last block; 0 where each is
+        taken before the next is made.
+        """
+        spans = {}
+        for tick, stage, work in self.schedule.works():
+            if FAMILY[work.kind] == "input" and self.block(stage, work) == self.last:
+                spans[0, work.microbatch] = (self.done["forward", self.last, work.microbatch], tick)
+                self.columns["take"][tick, stage] = OUTSIDE
+        slots, placed = colored(spans)
+        self.columns["ended"] = np.zeros((len(self.ticks), 1), np.int32)
+        self.columns["ending"] = np.zeros((len(self.ticks), 1), np.int32)
+        for (_, microbatch), (made, taken) in spans.items():
+            self.columns["ended"][made] = placed[0, microbatch]
+            self.columns["ending"][taken] = placed[0, microbatch]
+        return slots
+
+    # What is kept
+
+    def saved(self) -> int:
+        """In how many slots what a chunk keeps for its gradients lies; none where nothing is differentiated."""
+        spans: dict[tuple[int, int, int], tuple[int, int]] = {}
+        for tick, stage, work in self.schedule.works():
+            key = (stage, work.chunk, work.microbatch)
+            if work.kind == "forward":
+                spans[key] = (tick, tick)
+            else:
+                spans[key] = (spans[key][0], tick)
+        return self.slots("saved", spans) if self.turns["input"] else 0
+
+    def late(self) -> int:
+        """The same of what the gradient of weights waits for."""
+        spans: dict[tuple[int, int, int], tuple[int, int]] = {}
+        for tick, stage, work in self.schedule.works():
+            key = (stage, work.chunk, work.microbatch)
+            if work.kind == "input":
+                spans[key] = (tick, tick)
+            elif work.kind == "weight":
+                spans[key] = (spans[key][0], tick)
+        return self.slots("late", spans)
+
+    def slots(self, name: str, spans: Mapping[tuple[int, int, int], tuple[int, int]]) -> int:
+        slots, placed = colored(spans)
+        self.columns[name][:] = slots
+        for tick, stage, work in self.schedule.works():
+            key = (stage, work.chunk, work.microbatch)
+            if key in placed and spans[key][0] <= tick:
+                self.columns[name][tick, stage] = placed[key]
+        return slots
+
+    def borrowed(self, saved: int, late: int) -> None:
+        """Where a stage has no work, it runs that of the others on what it has: it reads the slot that it has
+        written last, which holds what a forward pass has made.
+        """
+        for stage in range(self.stages):
+            last = {"saved": saved, "late": late}
+            for t, tick in enumerate(self.ticks):
+                work = self.schedule.table[t][stage]
+                if tick.forward and (work is None or work.kind == "forward"):
+                    last["saved"] = int(self.columns["saved"][t, stage])
+                elif work is None and not tick.forward:
+                    self.columns["saved"][t, stage] = last["saved"]
+                    self.columns["chunk"][t, stage] = 0
+                if "input" in tick.kinds and (work is None or work.kind == "input"):
+                    last["late"] = int(self.columns["late"][t, stage])
+                elif work is None and "weight" in tick.kinds:
+                    self.columns["late"][t, stage] = last["late"]
+
+
+def colored(spans: Mapping[tuple[int, ...], tuple[int, int]]) -> tuple[int, dict[tuple[int, ...], int]]:
+    """A slot for each span of ticks, both ends included, so that none has two at once. The first number of a
+    key is the stage, which has slots of its own; how many there are is what the stage takes that needs most.
+    """
+    placed: dict[tuple[int, ...], int] = {}
+    for _, group in itertools.groupby(sorted(spans), key=lambda key: key[0]):
+        ends: list[int] = []  # by slot, the tick until which it is taken
+        for key in sorted(group, key=lambda key: (spans[key], key)):
+            first, last = spans[key]
+            slot = next((n for n, end in enumerate(ends) if end < first), len(ends))
+            ends[slot : slot + 1] = [last]
+            placed[key] = slot
+    return _count(placed.values()), placed
+
+
+def _count(slots: Iterable[int]) -> int:
+    return max(slots, default=-1) + 1
