@@ -54,6 +54,7 @@ class Pipeline:
 
     def rewrite(self, jaxpr: Jaxpr, context: Context) -> Jaxpr:
         if context.stage == "step":
+            context.stage_axes = (self.axis,)
             used = [True] * len(jaxpr.outvars)
             return partial_eval.dce_jaxpr(jaxpr, used, instantiate=True)[0]
         schedule = self._schedule(context)

@@ -36,6 +36,8 @@ from xform.spmd.values import Options
 from xform.spmd.written import written
 from xform.trace import Jaxpr, Value, Var, shape_of, typeof
 
+STAGES = ("layers", "activation_stage")
+VOCABULARY = ("vocab", "activation_vocab")
 SEQUENCE_PARALLEL = ("activation_norm_length", "activation_norm_length_moe")
 
 
@@ -81,7 +83,7 @@ class Shard:
     overlap: Sequence[Literal["prefetch", "permute"]] = ()
 
     stages: ClassVar[tuple[str, ...]] = ("step",)
-    after: ClassVar[tuple[str, ...]] = ("narrow",)
+    after: ClassVar[tuple[str, ...]] = ("narrow", "pipeline")
 
     def rewrite(self, jaxpr: Jaxpr, context: Context) -> Jaxpr:
         layout = self._layout(context)
@@ -176,6 +178,8 @@ class Shard:
         if self.sequence_parallel:
             rules |= {n: [("tensor", *axes) for axes in rules.get(n) or [()]] for n in SEQUENCE_PARALLEL}
             rules["activation_embed"] = []
+        if context.stage_axes:
+            rules = {name: [staged(name, axes, context.stage_axes) for axes in each] for name, each in rules.items()}
         given = {name: alternatives(name, value) for name, value in self.rules.items()}
         layout = Layout(context.mesh, rules, given, context.report)
         if self.sequence_parallel:
@@ -235,6 +239,16 @@ def _there(x: Value, mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
         return NamedSharding(mesh, spec)
     left = [tuple(a for a in entry_axes(e) if a not in here.manual_axes) or None for e in spec]
     return NamedSharding(here, PartitionSpec(*left))
+
+
+def staged(name: str, axes: tuple[str, ...], stages: tuple[str, ...]) -> tuple[str, ...]:
+    """A rule's axes where some have stages of layers: no rows lie over those, but the vocabulary does, so
+    that the embedding and the head take no more of one stage than of another.
+    """
+    if name in STAGES:
+        return axes
+    left = tuple(a for a in axes if a not in stages)
+    return (*left, *stages) if name in VOCABULARY else left
 
 
 def _in_types(jaxpr: Jaxpr) -> tuple[str, ...]:

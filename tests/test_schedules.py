@@ -24,7 +24,7 @@ def schedules(draw: st.DrawFn) -> Schedule:
     name = draw(st.sampled_from(list(SCHEDULES)))
     stages, microbatches = draw(st.integers(1, 6)), draw(st.integers(1, 16))
     repeats = draw(st.integers(1, 4)) if SCHEDULES[name].repeats else 1
-    delay = draw(st.integers(0, 2)) if SCHEDULES[name].loop else 0
+    delay = draw(st.integers(0, 2)) if SCHEDULES[name].delays else 0
     if SCHEDULES[name].whole:
         microbatches = -(-microbatches // stages) * stages
     return make(name, stages, microbatches, repeats, delay)
@@ -223,11 +223,9 @@ def test_what_comes_early_waits_and_gradients_are_kept_for_those_of_weights() ->
 def test_ticks_of_one_kind_lose_nothing_in_step_and_keep_more() -> None:
     """A forward tick and a backward tick by turns, each for all stages: nothing waits, and more is kept."""
     stages, microbatches = 4, 8
-    table: list[list[Work | None]] = [[None] * stages for _ in range(2 * (microbatches + 2 * stages - 2))]
-    for stage, m in itertools.product(range(stages), range(microbatches)):
-        table[2 * (m + stage)][stage] = Work("forward", 0, m)
-        table[2 * (m + 2 * stages - 2 - stage) + 1][stage] = Work("backward", 0, m)
-    found = cost(Schedule("even", tuple(map(tuple, table)), microbatches))
+    schedule = make("eager-1f1b", stages, microbatches)
+    assert all(len({work.kind for work in row if work is not None}) == 1 for row in schedule.table)
+    found = cost(schedule)
     assert found.alive == (7, 5, 3, 1)
     assert found.in_step == 3 * (microbatches + stages - 1) == found.free
     mixed = cost(make("1f1b", stages, microbatches))
@@ -359,7 +357,7 @@ def test_a_text_that_is_no_table_is_refused(text: str, said: str) -> None:
         (("gpip", 4, 8), "no schedule 'gpip' (did you mean 'gpipe'?)"),
         (("interleaved", 4, 6, 2), "6 microbatches are no multiple of 4 stages; take 4 or 8, or circular"),
         (("interleaved", 4, 3, 2), "take 4, or circular"),
-        (("1f1b", 4, 8, 2), "a stage has one chunk, and repeats is 2; circular or interleaved takes several"),
+        (("1f1b", 4, 8, 2), "a stage has one chunk, and repeats is 2; circular and eager-1f1b and interleaved take several"),
         (("zb-h1", 4, 8, 1, 1), "only a loop of ticks takes a delay, as gpipe or circular"),
         (("gpipe", 0, 8), "stages is 0"),
         (("gpipe", 4, 8, 1, -1), "delay is -1"),

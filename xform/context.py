@@ -55,7 +55,8 @@ class Context:
     paths of these weights. storable: finds which weights of a program that is not differentiated can be
     stored as codes, and how. kept: the last of the inputs and of the outputs, which are not the function's
     own. keeper: the argument that they are part of; returns: whether the function returns it. model: the
-    number of the function that is differentiated, at the model stage.
+    number of the function that is differentiated, at the model stage. stage_axes: the mesh axes that layers
+    lie over as stages, so that no rows do.
     """
 
     stage: Stage
@@ -80,6 +81,7 @@ class Context:
     returns: bool = True
     phase: Phase = "start"
     model: int = 0
+    stage_axes: tuple[str, ...] = ()
     _roles: tuple[Jaxpr, Roles] | None = None
 
     def __post_init__(self) -> None:

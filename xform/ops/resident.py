@@ -1,5 +1,6 @@
 """Weights that come together before loops and stay so, and gradients that are summed over devices after them.
 
+    w  = stacked w             a layer each along the first dimension
     w' = together w            whole along the axes of the batch from here on
     g  = accumulator w'        zeros: each device's own terms of a gradient that is not yet summed
     g  = accumulate g dw i     g[i] += dw, as each device has it
@@ -15,9 +16,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-TOGETHER, ACCUMULATOR, ACCUMULATE, SETTLED = "together", "accumulator", "accumulate", "settled"
-NAMES = tuple(f"resident_{name}" for name in (TOGETHER, ACCUMULATOR, ACCUMULATE, SETTLED))
+STACKED, TOGETHER, ACCUMULATOR, ACCUMULATE, SETTLED = (
+    f"resident_{name}" for name in ("stacked", "together", "accumulator", "accumulate", "settled")
+)
+
+
+def stacked(w: Any) -> Any:
+    """Weights of layers, one each along the first dimension."""
+
+    def resident_stacked(w: Any) -> Any:
+        return jax.lax.copy_p.bind(w)
+
+    return jax.jit(resident_stacked)(w)
 
 
 def together(w: Any) -> Any:
@@ -33,9 +45,9 @@ def accumulator(w: Any, dtype: Any) -> Any:
     """Zeros of a weight's shape, in another dtype, to add up gradients in."""
 
     def resident_accumulator(w: Any) -> Any:
-        return jnp.zeros(w.shape, dtype)
+        return _like(jnp.zeros(w.shape, dtype), w)
 
-    return jax.jit(resident_accumulator, keep_unused=True)(w)
+    return jax.jit(resident_accumulator)(w)
 
 
 def accumulate(total: Any, x: Any, *at: Any) -> Any:
@@ -51,7 +63,7 @@ def added(total: Any, x: Any, *at: Any) -> Any:
     """total[at] += x."""
     if not at:
         return total + x.astype(total.dtype)
-    start = (*at, *[jnp.int32(0)] * (total.ndim - len(at)))
+    start = (*at, *[np.int32(0)] * (total.ndim - len(at)))
     shape = (*[1] * len(at), *total.shape[len(at) :])
     before = jax.lax.dynamic_slice(total, start, shape)
     after = before + jax.lax.reshape(x.astype(total.dtype), shape)
@@ -62,6 +74,11 @@ def settled(total: Any, w: Any) -> Any:
     """The sum over devices, as w lies."""
 
     def resident_settled(total: Any, w: Any) -> Any:
-        return jax.lax.copy_p.bind(total)
+        return _like(total, w)
 
-    return jax.jit(resident_settled, keep_unused=True)(total, w)
+    return jax.jit(resident_settled)(total, w)
+
+
+def _like(x: Any, w: Any) -> Any:
+    """x, of which w is to be seen as an operand in the program; the compiler sees that it is none."""
+    return jax.lax.select(jnp.zeros(x.shape, bool), w.astype(x.dtype), x)

@@ -278,13 +278,13 @@ def _at(x: Value, n: Value) -> Value:
 
 def _slot(x: Value, slot: Value, c: Value) -> Value:
     """x[slot, c]"""
-    start = (slot, c, *[jnp.int32(0)] * (x.ndim - 2))
+    start = (slot, c, *[np.int32(0)] * (x.ndim - 2))
     return jax.lax.squeeze(jax.lax.dynamic_slice(x, start, (1, 1, *x.shape[2:])), (0, 1))
 
 
 def _put(x: Value, row: Value, *at: Value) -> Value:
     """x with x[at] = row."""
-    start = (*at, *[jnp.int32(0)] * (x.ndim - len(at)))
+    start = (*at, *[np.int32(0)] * (x.ndim - len(at)))
     update = jax.lax.reshape(_typed(row, x), (*[1] * len(at), *x.shape[len(at) :]))
     return jax.lax.dynamic_update_slice(x, update, start)
 
@@ -300,5 +300,5 @@ def _loop(one: Any, held: Any, size: int) -> Any:
 def _loop_out(one: Any, held: Any, size: int) -> Any:
     """One turn a layer; no loop for a single one."""
     if size == 1:
-        return one(held, jnp.int32(0))
-    return jax.lax.scan(one, held, jnp.arange(size, dtype=jnp.int32))
+        return one(held, np.int32(0))
+    return jax.lax.scan(one, held, np.arange(size, dtype=np.int32))

@@ -81,7 +81,7 @@ def microbatch(found: Cut) -> Jaxpr:
     small = [
         v.aval.update(shape=found.split.small(shape_of(v), found.states[v])) for v in found.data
     ]
-    number = typeof(jnp.int32(0))
+    number = typeof(np.int32(0))
     return trace_flat(function, [*(v.aval for v in found.same), *small, number], "microbatch")
 
 
@@ -148,7 +148,7 @@ class _Sweep:
         self.fixed = [x if k in stacks else self.together(x, k) for k, x in enumerate(fixed)]
         self.apart, self.own_rows = [], []
         for k in self.layer.operands.rows:
-            x = fixed[k]
+            x = resident.stacked(fixed[k])
             ordered = self.ordered(x)
             shape = (stages, len(self.placing.order) // stages, *x.shape[1:])
             by_stage = self.over_stages(jax.lax.reshape(ordered, shape))
@@ -168,6 +168,7 @@ class _Sweep:
     def natural(self, g: Value, layers: int) -> Value:
         """Gradients of rows as those of layers, in the layers' own order."""
         order, valid = self.placing.order, self.placing.valid.ravel()
+        g = resident.stacked(g)
         if order == tuple(range(layers)):
             return g
         back = np.zeros(layers, np.int32)
@@ -184,7 +185,7 @@ class _Sweep:
     def start(self) -> dict[str, Any]:
         """Registers with a microbatch's own values, so that works that are none have finite numbers."""
         runs, chunks, stages = self.runs, self.chunks, self.shape.stages
-        outside = self.entering(jnp.int32(0))
+        outside = self.entering(np.int32(0))
         types = chunks.z_types
 
         def each(x: Value, *lead: int) -> Value:
@@ -345,7 +346,7 @@ class _Sweep:
         read = set(self.layer.operands.fixed)
         read |= {k for k, v in enumerate(self.pieces.fixed) if v in _read(self.pieces.tell)}
         read -= set(self.layer.operands.rows) - {k for k in read if self.pieces.fixed[k] in _read(self.pieces.tell)}
-        return [x if k in read else jnp.int32(0) for k, x in enumerate(self.fixed)]
+        return [x if k in read else np.int32(0) for k, x in enumerate(self.fixed)]
 
     # In the region
 
@@ -394,7 +395,7 @@ class _Sweep:
             own = runs[0]({**own, **fixed}, cols, given)
         else:
             numbers = [1 + KINDS.index(kind) for kind in tick.kinds]
-            branch = jnp.int32(0)
+            branch = np.int32(0)
             for n, number in enumerate(numbers):
                 branch = jnp.where(cols["kind"] == number, n + 1, branch)
             keys = tuple(own)

@@ -15,6 +15,7 @@ import numpy as np
 
 from xform.axes import Axes, Dim, Factor, Scope
 from xform.axes.rules import ELEMENTWISE
+from xform.ops.resident import STACKED
 from xform.trace import JaxprEqn, Literal, Var, shape_of
 
 Factors = frozenset[Factor]
@@ -118,9 +119,12 @@ class Evidence:
         self.largest: set[Factor] = set()  # an argmax does
         self.indexed: list[Pick] = []  # dynamic slices of size 1
         self.compared: list[tuple[Scope, JaxprEqn]] = []  # eq of integers
+        self.stacked: set[Factor] = set()  # a pass says that a value goes by layers along it
         self._sources: dict[tuple[int, Var], Var | None] = {}
         for scope in axes.scopes:
             for index, eqn in enumerate(scope.jaxpr.eqns):
+                if eqn.params.get("name") == STACKED:
+                    self.stacked.update(factors(scope[eqn.outvars[0]][:1]))
                 fact = FACTS.get(eqn.primitive.name)
                 if fact is not None:
                     fact(self, scope, index, eqn)

@@ -96,6 +96,7 @@ def _layers(k: Known) -> Iterable[Factor]:
         weights = any(len(s) > 1 and not k.is_activation(s) for s in scan.scanned)
         if weights and k.is_activation(scan.carry) and not _over_tokens(k, scan):
             yield from scan.lead
+    yield from k.e.stacked
     for pick in k.e.indexed:
         if pick.in_loop and len(pick.window) > 1 and not k.is_activation(pick.factors):
             counted = k.e.origin(pick.scope, pick.indices) <= {"count"}

@@ -2,10 +2,10 @@
 
 `gpipe` and `circular` are loops of ticks: a microbatch goes on by one stage a tick, and the backward pass is
 the mirror image of the forward pass. The others are an order of works for each stage, and the table is what
-comes of it when each work runs as soon as it can.
+comes of it when each work runs as soon as it can; `eager` has both in turn.
 
 Sources: GPipe, https://arxiv.org/abs/1811.06965; circular, MaxText's pipeline
-(https://github.com/AI-Hypercomputer/maxtext); 1F1B and interleaved, https://arxiv.org/abs/2104.04473, section
+(https://github.com/AI-Hypercomputer/maxtext); eager 1F1B, https://arxiv.org/abs/2211.05322; 1F1B and interleaved, https://arxiv.org/abs/2104.04473, section
 2.2; zero bubble, https://arxiv.org/abs/2401.10241, section 2.
 """
 
@@ -29,6 +29,7 @@ class Maker:
     loop: Callable[[int, int, int, int], Schedule] | None = None
     order: Callable[[int, int, int, int], Order] | None = None
     repeats: bool = False  # may stages have several chunks?
+    delays: bool = False  # may what is sent be under way for longer?
     whole: bool = False  # must microbatches be a multiple of stages?
 
 
@@ -50,10 +51,10 @@ def make(name: str, stages: int, microbatches: int, repeats: int = 1, delay: int
         if number < least:
             raise PlanError(f"{name}: {what} is {number}; it is a whole number of {least} or more")
     if repeats > 1 and not maker.repeats:
-        others = " or ".join(other for other, its in SCHEDULES.items() if its.repeats)
-        raise PlanError(f"{name}: a stage has one chunk, and repeats is {repeats}; {others} takes several")
-    if delay and maker.loop is None:
-        others = " or ".join(other for other, its in SCHEDULES.items() if its.loop)
+        others = " and ".join(other for other, its in SCHEDULES.items() if its.repeats)
+        raise PlanError(f"{name}: a stage has one chunk, and repeats is {repeats}; {others} take several")
+    if delay and not maker.delays:
+        others = " or ".join(other for other, its in SCHEDULES.items() if its.delays)
         raise PlanError(f"{name}: delay is {delay}; only a loop of ticks takes a delay, as {others}")
     if maker.whole and microbatches % stages:
         near = [n for n in (microbatches // stages * stages, -(-microbatches // stages) * stages) if n]
@@ -85,6 +86,33 @@ def circular(stages: int, microbatches: int, repeats: int, delay: int) -> Schedu
                 table[tick][stage] = Work("forward", chunk, microbatch)
                 table[-1 - tick][stage] = Work("backward", chunk, microbatch)
     return Schedule("circular", tuple(map(tuple, table)), microbatches, repeats, delay)
+
+
+def eager(stages: int, microbatches: int, repeats: int, delay: int) -> Schedule:
+    """A tick in which all stages go forward, and one in which all go backward, in turn: in one program whose
+    ticks end in permutes no stage waits for another that does more. Microbatches go in groups of as many as
+    there are stages, each through all chunks, so that each is there at the tick after it was sent.
+
+    Twice as many microbatches as in 1F1B are under way on the first stage, less one.
+    """
+    assert not delay
+    round_, groups = stages * repeats, -(-microbatches // stages)
+    steps = groups * round_ if repeats > 1 else microbatches
+
+    def work(kind: Kind, step: int) -> Work | None:
+        group, place = divmod(step, round_) if repeats > 1 else (0, step)
+        chunk, place = divmod(place, stages) if repeats > 1 else (0, place)
+        microbatch = group * stages + place
+        if not 0 <= step < steps or microbatch >= microbatches:
+            return None
+        return Work(kind, chunk if kind == "forward" else repeats - 1 - chunk, microbatch)
+
+    table: list[Row] = []
+    for tick in range(steps + stages - 1 + round_ - 1):
+        forward = tuple(work("forward", tick - stage) for stage in range(stages))
+        back = tuple(work("backward", tick - round_ + 1 - (stages - 1 - stage)) for stage in range(stages))
+        table += [row for row in (forward, back) if any(row)]
+    return Schedule("eager-1f1b", tuple(table), microbatches, repeats)
 
 
 def one_forward_one_backward(stage: int, stages: int, microbatches: int, repeats: int) -> Order:
@@ -163,8 +191,9 @@ def soonest(orders: Sequence[Order], repeats: int) -> tuple[Row, ...]:
 
 
 SCHEDULES: Mapping[str, Maker] = {
-    "gpipe": Maker(loop=circular),
-    "circular": Maker(loop=circular, repeats=True),
+    "gpipe": Maker(loop=circular, delays=True),
+    "circular": Maker(loop=circular, repeats=True, delays=True),
+    "eager-1f1b": Maker(loop=eager, repeats=True),
     "1f1b": Maker(order=one_forward_one_backward),
     "interleaved": Maker(order=interleaved, repeats=True, whole=True),
     "zb-h1": Maker(order=zero_bubble),

@@ -11,6 +11,7 @@ import math
 from typing import Any
 
 import jax
+import numpy as np
 
 from xform.spmd.layout import Grid, Laid, whole
 from xform.spmd.moves import Router
@@ -42,6 +43,8 @@ class Holding:
         return val
 
     def constant(self, x: Value, aval: Any) -> Val:
+        if isinstance(x, np.ndarray):
+            x = np.asarray(x)  # a literal of a region over other axes has their mesh in its type
         return self.held(x, aval, whole(getattr(aval, "shape", ())))
 
     def forms(self, val: Val) -> dict[Laid, tuple[Value, Scope]]:
@@ -158,7 +161,9 @@ class Holding:
         return self.get(val, whole(val.shape))
 
     def settled(self, val: Val) -> Laid:
-        """How a value that leaves its body lies: as it is held, summed."""
+        """How a value that leaves its body lies: as it is held, summed, but for terms that wait."""
+        if val.terms:
+            return val.laid
         if val.make is None:
             return val.laid.summed()
         made = [laid for laid in self.forms(val) if not laid.partial]
@@ -170,6 +175,7 @@ class Holding:
             return val
         moved = self.held(self.get(val, want), val.aval, want, val.origin, val.named)
         moved.gradient = val.gradient and bool(want.partial)
+        moved.terms = val.terms and bool(want.partial)
         return moved
 
     def granted(self, val: Val, wish: Wish) -> Laid:

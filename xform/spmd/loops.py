@@ -113,7 +113,7 @@ def scan(walk: Walk, eqn: JaxprEqn, vals: list[Val]) -> list[Val]:
     body, adding = _added(body, consts, carry)
 
     def turn(state: Sequence[Value], row: Sequence[Value]) -> tuple[list[Value], list[Value]]:
-        inputs = [walk.held(x, t, laid) for x, t, laid in zip(state, carried, laids, strict=True)]
+        inputs = [waiting(walk, x, t, laid) for x, t, laid in zip(state, carried, laids, strict=True)]
         inputs += [
             walk.held(_wide(x, t), t, Laid(laid.dims[1:]), val.origin, val.named)
             for x, t, laid, val in zip(row, row_types, rows, stacked, strict=True)
@@ -124,7 +124,7 @@ def scan(walk: Walk, eqn: JaxprEqn, vals: list[Val]) -> list[Val]:
         for i, eqns in adding.items():
             if outs[i].gradient and outs[i].laid.partial:
                 with at_source(eqns[0], walk.prefix):
-                    sums[i] = state[i] + _terms(walk, outs[i], laids[i])
+                    sums[i] = state[i] + terms_of(walk, outs[i], laids[i])
                 continue
             for eqn in eqns:
                 with at_source(eqn, walk.prefix):
@@ -137,7 +137,7 @@ def scan(walk: Walk, eqn: JaxprEqn, vals: list[Val]) -> list[Val]:
         out_laids[:] = [walk.left(out, walk.scope.parent) for out in outs[carry:]]
         names[:] = [(out.origin, out.named) for out in outs[carry:]]
         state = [
-            sums[i] if i in sums else _terms(walk, out, laid)
+            sums[i] if i in sums else terms_of(walk, out, laid)
             for i, (out, laid) in enumerate(zip(outs[:carry], laids, strict=True))
         ]
         state = [fitted(x, t) for x, t in zip(state, carried, strict=True)]
@@ -147,20 +147,27 @@ def scan(walk: Walk, eqn: JaxprEqn, vals: list[Val]) -> list[Val]:
     for left in reversed(range(TRIES)):
         walk.spared = spared
         init = [
-            fitted(_terms(walk, val, laid), t) for val, laid, t in zip(first, laids, carried, strict=True)
+            fitted(terms_of(walk, val, laid), t) for val, laid, t in zip(first, laids, carried, strict=True)
         ]
         body_fn = walk.inside("loop", turn, p["length"])
         end, ys = _loop(walk, eqn, body_fn, init, xs)
         if found == laids or not left:
             break
         laids = list(found)
-    made = [walk.held(x, v.aval, laid) for x, v, laid in zip(end, eqn.outvars, laids, strict=False)]
+    made = [waiting(walk, x, v.aval, laid) for x, v, laid in zip(end, eqn.outvars, laids, strict=False)]
     length = (Piece(p["length"]),)
     for x, var, laid, (origin, named) in zip(ys, eqn.outvars[carry:], out_laids, names, strict=True):
         made.append(walk.held(x, var.aval, Laid((length, *laid.dims), laid.partial), origin, named))
     for val in made:
         val.gradient = bool(val.laid.partial)
     return made
+
+
+def waiting(walk: Walk, x: Value, aval: Any, laid: Laid) -> Val:
+    """What a body is given; terms of a sum are given as such to wait for it."""
+    val = walk.held(x, aval, laid)
+    val.terms = val.gradient = bool(laid.partial)
+    return val
 
 
 def _wide(row: Value, aval: Any) -> Value:
@@ -217,7 +224,7 @@ def _size(var: Var) -> tuple[Any, Any]:
     return shape_of(var), getattr(var.aval, "dtype", None)
 
 
-def _terms(walk: Walk, val: Val, laid: Laid) -> Value:
+def terms_of(walk: Walk, val: Val, laid: Laid) -> Value:
     """A value in a layout; where that has terms of a sum that the value has not, it is all on the first
     device and zero on the others.
     """
@@ -295,7 +302,7 @@ def cond(walk: Walk, eqn: JaxprEqn, vals: list[Val]) -> list[Val]:
         return lambda: traced()
 
     results = jax.lax.switch(walk.whole(index), [branch(body) for body in branches])
-    return [walk.held(x, v.aval, laid) for x, v, laid in zip(results, eqn.outvars, laids, strict=True)]
+    return [waiting(walk, x, v.aval, laid) for x, v, laid in zip(results, eqn.outvars, laids, strict=True)]
 
 
 def _out(walk: Walk, val: Val, laid: Laid) -> Value:

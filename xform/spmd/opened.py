@@ -21,6 +21,7 @@ from xform.higher_order import bodies, equations
 from xform.sharding.layout import entry_axes
 from xform.spmd.forms import Draft, Form, each_alone
 from xform.spmd.layout import Laid, Piece, size_of, whole
+from xform.spmd.loops import waiting
 from xform.spmd.values import Val
 from xform.spmd.walk import Walk
 from xform.spmd.wishes import Parts
@@ -67,8 +68,9 @@ def shard_map(walk: Walk, eqn: JaxprEqn, vals: list[Val]) -> list[Val]:
                 others = ()
             outside.append((Piece(size, axes + others),))
             inside.append((Piece(part, others),))
-        x = walk.get(val, Laid(tuple(outside)))
-        inputs.append(walk.held(x, var.aval, Laid(tuple(inside))))
+        partial = val.laid.partial if val.terms else ()
+        x = walk.get(val, Laid(tuple(outside), partial))
+        inputs.append(waiting(walk, x, var.aval, Laid(tuple(inside), partial)))
     outs = walk.inlined(eqn, body, inputs)
     made = []
     for val, var, spec in zip(outs, eqn.outvars, p["out_specs"], strict=True):
@@ -82,7 +84,7 @@ def shard_map(walk: Walk, eqn: JaxprEqn, vals: list[Val]) -> list[Val]:
                 continue
             others = tuple(a for piece in dim for a in piece.axes)
             dims.append((Piece(size_of(dim) * walk.grid.ways(axes), axes + others),) if axes else dim)
-        made.append(walk.held(x, var.aval, Laid(tuple(dims))))
+        made.append(waiting(walk, x, var.aval, Laid(tuple(dims), laid.partial)))
     return made
 
 

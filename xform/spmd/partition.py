@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from xform.higher_order import equations
 from xform.report import Report
 from xform.sharding.layout import entry_axes
-from xform.spmd import blocks, calls, lookups, loops, opened, prefixes, randoms, special
+from xform.spmd import blocks, calls, lookups, loops, opened, prefixes, randoms, resident, special
 from xform.spmd.layout import Grid
 from xform.spmd.torus import Staged
 from xform.spmd.values import PLAIN, Options
@@ -28,6 +28,7 @@ HANDLERS = {
     **blocks.HANDLERS,
     **lookups.HANDLERS,
     **randoms.HANDLERS,
+    **resident.HANDLERS,
 }
 
 

@@ -58,16 +58,17 @@ class Val:
     `gradient`: it is the terms of a weight's gradient, to be summed over the batch; they may be wider than
     `aval` says, until they are. `turned`: the weight that it is the transpose of, and how. `codes`: it is
     made of the codes of a weight, of so many bytes each, which travel in its place. `named`: the weight of
-    which it is made number by number, as its codes are.
+    which it is made number by number, as its codes are. `terms`: it stays the terms of a sum until it is
+    asked for that (`resident`).
     """
 
-    __slots__ = ("aval", "codes", "gradient", "laid", "make", "named", "origin", "scope", "turned")
+    __slots__ = ("aval", "codes", "gradient", "laid", "make", "named", "origin", "scope", "terms", "turned")
 
     def __init__(
         self, aval: Any, laid: Laid, scope: Scope, make: Callable[[Laid], Value] | None = None
     ) -> None:
         self.aval, self.laid, self.scope, self.make = aval, laid, scope, make
-        self.origin, self.named, self.gradient, self.codes = "", "", False, 0
+        self.origin, self.named, self.gradient, self.codes, self.terms = "", "", False, 0, False
         self.turned: tuple[Val, tuple[int, ...]] | None = None
 
     @property

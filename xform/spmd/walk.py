@@ -105,6 +105,7 @@ class Walk(Holding):
         self.spared = 0.0
         self.prefix = ""
         self.current_wishes: Sequence[Wish | None] = ()
+        self.current_added = False  # the result at hand is summed further as it is
         self._forms: dict[int, tuple[JaxprEqn, Form | None]] = {}
         self._weights: dict[Any, Val] = {}
         self._told: set[tuple[str, str]] = set()
@@ -194,7 +195,7 @@ class Walk(Holding):
         if eqn.primitive.name in SAME and vals[0].origin:
             return [self._weight(eqn, vals[0])]
         handler = self.handlers.get(eqn.primitive.name)
-        self.current_wishes = wishes
+        self.current_wishes, self.current_added = wishes, any(v in added for v in eqn.outvars)
         outs = handler(self, eqn, vals) if handler is not None else None
         if outs is None:
             form = self.form(eqn)
@@ -316,6 +317,7 @@ class Walk(Holding):
             terms = tuple(dict.fromkeys((*partial, *summed[number])))
             made.append(self.held(x, var.aval, Laid(laid.dims, terms), origin, made_of(eqn, vals)))
             made[-1].gradient = gradient[number]
+            made[-1].terms = bool(partial) and any(v.terms for v in vals)
         return made
 
     def is_gradient(self, form: Form, vals: Sequence[Val], number: int, summed: Collection[str]) -> bool:
@@ -423,7 +425,7 @@ class Walk(Holding):
         )
         outs = tuple(int(getattr(getattr(v.aval, "dtype", None), "itemsize", 4)) for v in eqn.outvars)
         numbers = range(len(form.results))
-        adds = self.adding(self.scope) and any(self.is_gradient(form, vals, n, self.batch) for n in numbers)
+        adds = (self.adding(self.scope) or self.current_added) and any(self.is_gradient(form, vals, n, self.batch) for n in numbers)
         return Case(form, operands, outs, tuple(wishes), partial, self.batch if adds else frozenset())
 
 

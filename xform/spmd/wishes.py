@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from xform.ops.resident import ACCUMULATE
 from xform.sharding.layout import entry_axes
 from xform.spmd.layout import Laid, Piece
 from xform.trace import Jaxpr, JaxprEqn, Var, shape_of
@@ -96,6 +97,7 @@ def terms(jaxpr: Jaxpr) -> frozenset[Var]:
                 continue
             through = use.primitive.name in _AS_IT_IS and use.outvars[0] in found
             added = use.primitive.name == "add_any" and use.invars[0] is not use.invars[1]
+            added |= use.params.get("name") == ACCUMULATE and use.invars[1] is var
             later = becomes_float(use) or (var in scaled and use.invars[0] is var and scales(use))
             if through or added or later:
                 found.add(var)

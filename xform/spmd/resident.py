@@ -1,0 +1,72 @@
+"""Weights that are together while loops run, and gradients that are summed after them (`xform.ops.resident`).
+
+    w' = together w            all_gather over the batch's axes, once
+    g  = accumulator w'        zeros of what a device has of w'
+    g  = accumulate g dw i     no collective: each device adds its own terms
+    dw = settled g w           reduce_scatter, as w lies
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+
+from xform.ops import resident
+from xform.spmd.layout import Laid, Piece
+from xform.spmd.loops import call, terms_of
+from xform.spmd.values import Val
+from xform.spmd.walk import Walk
+from xform.trace import JaxprEqn
+
+
+def together(walk: Walk, eqn: JaxprEqn, vals: list[Val]) -> list[Val]:
+    (val,) = vals
+    dims = tuple(
+        tuple(Piece(p.size, tuple(a for a in p.axes if a not in walk.batch)) for p in dim)
+        for dim in walk.settled(val).dims
+    )
+    return [walk.moved_to(val, Laid(dims))]
+
+
+def accumulator(walk: Walk, eqn: JaxprEqn, vals: list[Val]) -> list[Val]:
+    (like,), (out,) = vals, eqn.outvars
+    terms = tuple(a for a in walk.grid.sizes if a in walk.batch)
+    laid = Laid(walk.settled(like).dims, terms)
+    val = walk.held(jnp.zeros(walk.grid.local(laid), out.aval.dtype), out.aval, laid)
+    val.terms = val.gradient = bool(terms)
+    return [val]
+
+
+def accumulate(walk: Walk, eqn: JaxprEqn, vals: list[Val]) -> list[Val]:
+    total, x, *at = vals
+    laid = total.laid if total.make is None else walk.settled(total)
+    more = terms_of(walk, x, Laid(laid.dims[len(at) :], laid.partial))
+    made = resident.added(walk.get(total, laid), more, *map(walk.whole, at))
+    val = walk.held(made, total.aval, laid)
+    val.terms = val.gradient = bool(laid.partial)
+    return [val]
+
+
+def settled(walk: Walk, eqn: JaxprEqn, vals: list[Val]) -> list[Val]:
+    total, like = vals
+    val = walk.moved_to(total, Laid(walk.settled(like).dims))
+    val.terms = val.gradient = False
+    return [val]
+
+
+_BY_NAME: dict[str, Callable[[Walk, JaxprEqn, list[Val]], list[Val]]] = {
+    resident.TOGETHER: together,
+    resident.ACCUMULATOR: accumulator,
+    resident.ACCUMULATE: accumulate,
+    resident.SETTLED: settled,
+    resident.STACKED: lambda walk, eqn, vals: vals,
+}
+
+
+def named(walk: Walk, eqn: JaxprEqn, vals: list[Val]) -> list[Val]:
+    """A call: one of these by its name, any other in the caller's place."""
+    return _BY_NAME.get(eqn.params["name"], call)(walk, eqn, vals)
+
+
+HANDLERS = {"jit": named}
