@@ -17,6 +17,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from xform.batch.cut import COSTLY
@@ -105,20 +106,12 @@ def find_stack(jaxpr: Jaxpr, same: int) -> Stack:
 
 
 def is_float(v: Any) -> bool:
-    return bool(np.issubdtype(np.dtype(v.aval.dtype), np.inexact)) if _plain(v) else False
-
-
-def _plain(v: Any) -> bool:
-    try:
-        np.dtype(v.aval.dtype)
-    except TypeError:  # a key
-        return False
-    return True
+    return bool(jnp.issubdtype(v.aval.dtype, jnp.inexact))
 
 
 def is_weight(v: Any) -> bool:
     """Whether what is the same for all microbatches may be a weight: floats that are no single number."""
-    return bool(shape_of(v)) and (is_float(v) or "float" in str(v.aval.dtype))
+    return bool(shape_of(v)) and is_float(v)
 
 
 def size(v: Any) -> int:

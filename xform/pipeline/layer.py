@@ -13,9 +13,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from xform.pipeline.cutting import Pieces, is_float, reached
 from xform.rewrite import Site, rewrite
+from xform.spmd.keeping import narrowed
 from xform.trace import Jaxpr, Literal, Value, Var, inline, trace_flat, without_dead
 
 OPENED = frozenset({"remat2", "jit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"})
@@ -65,6 +67,11 @@ class Layer:
     weight: Jaxpr
     late: tuple[Any, ...]
 
+    @property
+    def row_types(self) -> tuple[Any, ...]:
+        """Of a layer's own of what is stacked."""
+        return self.rest[len(self.rest) - len(self.operands.rows) :]
+
 
 def layer_of(pieces: Pieces, differentiated: Iterable[int]) -> Layer:
     """The layer's programs. differentiated: numbers of `Pieces.fixed` of which gradients are wanted."""
@@ -79,10 +86,17 @@ def layer_of(pieces: Pieces, differentiated: Iterable[int]) -> Layer:
         assert aval.shape[0] == lead
         return aval.update(shape=aval.shape[1:], sharding=None) if hasattr(aval, "sharding") else aval
 
+    def narrow(k: int) -> Any:
+        """The type of a row as every use of it makes it first: so it comes together, narrower."""
+        uses = [n for n, source in enumerate(pieces.of_layer) if source == ("row", k)]
+        dtypes = {narrowed(body, body.invars[n]) for n in uses}
+        aval: Any = row(pieces.fixed[k].aval)
+        return aval.update(dtype=dtypes.pop()) if len(dtypes) == 1 and is_float(pieces.fixed[k]) else aval
+
     fixed = [pieces.fixed[k].aval for k in operands.fixed]
     told = [pieces.told[k].aval for k in operands.told]
     told_rows = [row(pieces.told_rows[k].aval) for k in operands.told_rows]
-    rows = [row(pieces.fixed[k].aval) for k in operands.rows]
+    rows = [narrow(k) for k in operands.rows]
     rest = [*fixed, *told, *told_rows, *rows]
     numbers = {("carried", k): k for k in range(carry)}
     numbers |= {("rider", k): carry + n for n, k in enumerate(operands.riders)}
@@ -102,6 +116,7 @@ def layer_of(pieces: Pieces, differentiated: Iterable[int]) -> Layer:
         given = [
             invars[k].val if kind == "literal" else args[numbers[kind, k]] for kind, k in pieces.of_layer
         ]
+        given = [x if isinstance(x, np.ndarray) else _wide(x, v) for x, v in zip(given, body.invars, strict=True)]
         return inline(body, *given)
 
     types = [*moving, *rest]
@@ -149,6 +164,11 @@ def layer_of(pieces: Pieces, differentiated: Iterable[int]) -> Layer:
     return Layer(
         operands, tuple(moving), tuple(rest), outs, wanted, plain, keeping, kept, both, input_, weight, late
     )
+
+
+def _wide(x: Value, v: Var) -> Value:
+    dtype = v.aval.dtype
+    return x if getattr(x, "dtype", dtype) == dtype else x.astype(dtype)
 
 
 def _float(aval: Any) -> bool:

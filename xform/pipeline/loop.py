@@ -147,8 +147,8 @@ class _Sweep:
         stages = self.shape.stages
         self.fixed = [x if k in stacks else self.together(x, k) for k, x in enumerate(fixed)]
         self.apart, self.own_rows = [], []
-        for k in self.layer.operands.rows:
-            x = resident.stacked(fixed[k])
+        for k, aval in zip(self.layer.operands.rows, self.layer.row_types, strict=True):
+            x = resident.stacked(fixed[k].astype(aval.dtype))
             ordered = self.ordered(x)
             shape = (stages, len(self.placing.order) // stages, *x.shape[1:])
             by_stage = self.over_stages(jax.lax.reshape(ordered, shape))
@@ -273,8 +273,6 @@ class _Sweep:
                 state = self.tick(tick, at, state, everything)
             return state, None
 
-        if phase.count == 1:
-            return turn(state, {name: x[0] for name, x in columns.items()})[0]
         return jax.lax.scan(turn, state, columns)[0]
 
     def shapes(self, phase: Phase) -> set[Any]:

@@ -82,9 +82,10 @@ def custom_jvp(walk: Walk, eqn: JaxprEqn, vals: list[Val]) -> list[Val]:
 def remat(walk: Walk, eqn: JaxprEqn, vals: list[Val]) -> list[Val]:
     (body,) = bodies(eqn)
     laids: list[Laid] = []
+    waits = walk.current_waits
 
     def f() -> list[Value]:
-        outs = walk.run(body, vals)
+        outs = walk.run(body, vals, waits=waits)
         laids[:] = [walk.left(out, walk.scope.parent) for out in outs]
         return [_out(walk, out, laid) for out, laid in zip(outs, laids, strict=True)]
 
@@ -118,7 +119,7 @@ def scan(walk: Walk, eqn: JaxprEqn, vals: list[Val]) -> list[Val]:
             walk.held(_wide(x, t), t, Laid(laid.dims[1:]), val.origin, val.named)
             for x, t, laid, val in zip(row, row_types, rows, stacked, strict=True)
         ]
-        walk.scope.adds = bool(adding)
+        walk.scope.adds = bool(adding) or any(val.terms for val in inputs)
         outs = walk.run(body, [*fixed, *inputs])
         sums: dict[int, Value] = {}
         for i, eqns in adding.items():

@@ -33,6 +33,7 @@ from xform.spmd.holding import Holding
 from xform.spmd.layout import Grid, Laid
 from xform.spmd.values import PLAIN, WHOLE, Options, Scope, Val
 from xform.spmd.wishes import Wish, becomes_float, scales, terms
+from xform.spmd.wishes import waiting as waiting_of
 from xform.spmd.wishes import wishes as wishes_of
 from xform.trace import (
     DropVar,
@@ -105,15 +106,21 @@ class Walk(Holding):
         self.spared = 0.0
         self.prefix = ""
         self.current_wishes: Sequence[Wish | None] = ()
-        self.current_added = False  # the result at hand is summed further as it is
+        self.current_waits: Sequence[bool] = ()
         self._forms: dict[int, tuple[JaxprEqn, Form | None]] = {}
         self._weights: dict[Any, Val] = {}
         self._told: set[tuple[str, str]] = set()
 
     # ------------------------------------------------------------ programs
 
-    def run(self, jaxpr: Jaxpr, inputs: Sequence[Val], asked: Sequence[Wish | None] = ()) -> list[Val]:
-        """The results of a program, here; asked: how each is wanted."""
+    def run(
+        self,
+        jaxpr: Jaxpr,
+        inputs: Sequence[Val],
+        asked: Sequence[Wish | None] = (),
+        waits: Sequence[bool] = (),
+    ) -> list[Val]:
+        """The results of a program, here; asked: how each is wanted; waits: which are only added to terms."""
         env: dict[Var, Val] = dict(zip(jaxpr.invars, inputs, strict=True))
         for var, x in zip(jaxpr.constvars, jaxpr.consts, strict=True):
             env[var] = self.constant(x, var.aval)
@@ -121,7 +128,8 @@ class Walk(Holding):
         for v, wish in zip(jaxpr.outvars, asked, strict=False):
             if wish is not None and isinstance(v, Var):
                 known.setdefault(v, wish)
-        added = terms(jaxpr)
+        added, waiting = terms(jaxpr), waiting_of(jaxpr, waits)
+        known = {v: wish for v, wish in known.items() if v not in waiting}
 
         def read(atom: Any) -> Val:
             if isinstance(atom, Literal):
@@ -131,8 +139,12 @@ class Walk(Holding):
         for eqn in jaxpr.eqns:
             vals = [read(v) for v in eqn.invars]
             phase, self.phase = self.phase, int("transpose(" in name_stack(eqn) or self.phase)
+            self.current_waits = [v in waiting for v in eqn.outvars]
             with at_source(eqn, self.prefix):
-                outs = self.equation(eqn, vals, [known.get(v) for v in eqn.outvars], added)
+                if eqn.primitive.name == "sharding_constraint" and eqn.invars[0] in waiting:
+                    outs = vals
+                else:
+                    outs = self.equation(eqn, vals, [known.get(v) for v in eqn.outvars], added)
             if self.phase and outs and (own := self.scope.forms.get(outs[0])) and outs[0].make is None:
                 self.scope.later = next(iter(own.values()))[0]
             self.phase = phase
@@ -146,7 +158,7 @@ class Walk(Holding):
         before = self.prefix
         self.prefix = "/".join(filter(None, (before, name_stack(eqn))))
         try:
-            return self.run(jaxpr, vals, self.current_wishes)
+            return self.run(jaxpr, vals, self.current_wishes, self.current_waits)
         finally:
             self.prefix = before
 
@@ -195,7 +207,7 @@ class Walk(Holding):
         if eqn.primitive.name in SAME and vals[0].origin:
             return [self._weight(eqn, vals[0])]
         handler = self.handlers.get(eqn.primitive.name)
-        self.current_wishes, self.current_added = wishes, any(v in added for v in eqn.outvars)
+        self.current_wishes = wishes
         outs = handler(self, eqn, vals) if handler is not None else None
         if outs is None:
             form = self.form(eqn)
@@ -378,6 +390,8 @@ class Walk(Holding):
         if name in SUMS and all(v.laid.partial == first for v in vals):
             return first
         if name == "convert_element_type":
+            if any(self.current_waits):
+                return first  # it is added to terms of that dtype
             before, after = vals[0].aval.dtype, eqn.params["new_dtype"]
             adding = vals[0].gradient and self.adding(self.scope)
             wider = adding and jnp.promote_types(before, after) == after
@@ -425,7 +439,7 @@ class Walk(Holding):
         )
         outs = tuple(int(getattr(getattr(v.aval, "dtype", None), "itemsize", 4)) for v in eqn.outvars)
         numbers = range(len(form.results))
-        adds = (self.adding(self.scope) or self.current_added) and any(self.is_gradient(form, vals, n, self.batch) for n in numbers)
+        adds = self.adding(self.scope) and any(self.is_gradient(form, vals, n, self.batch) for n in numbers)
         return Case(form, operands, outs, tuple(wishes), partial, self.batch if adds else frozenset())
 
 

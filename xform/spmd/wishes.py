@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -97,13 +98,30 @@ def terms(jaxpr: Jaxpr) -> frozenset[Var]:
                 continue
             through = use.primitive.name in _AS_IT_IS and use.outvars[0] in found
             added = use.primitive.name == "add_any" and use.invars[0] is not use.invars[1]
-            added |= use.params.get("name") == ACCUMULATE and use.invars[1] is var
             later = becomes_float(use) or (var in scaled and use.invars[0] is var and scales(use))
             if through or added or later:
                 found.add(var)
     return frozenset(found)
 
 
+def waiting(jaxpr: Jaxpr, results: Sequence[bool] = ()) -> frozenset[Var]:
+    """The variables that are used once, to be added to terms that stay terms: no layout is asked of them.
+    results: which results of the program are.
+    """
+    uses = Counter(v for eqn in jaxpr.eqns for v in eqn.invars if isinstance(v, Var))
+    uses.update(v for v in jaxpr.outvars if isinstance(v, Var))
+    found = {v for v, waits in zip(jaxpr.outvars, results, strict=False) if waits and isinstance(v, Var)}
+    for eqn in reversed(jaxpr.eqns):
+        if eqn.params.get("name") == ACCUMULATE:
+            found.update(v for v in eqn.invars[1:2] if isinstance(v, Var))
+        elif eqn.primitive.name in _LINEAR and eqn.outvars[0] in found:
+            found.update(v for v in eqn.invars if isinstance(v, Var))
+    return frozenset(v for v in found if uses[v] == 1)
+
+
+_LINEAR = frozenset(
+    ("add_any", "convert_element_type", "copy", "neg", "reshape", "sharding_constraint", "squeeze", "transpose")
+)
 _AS_IT_IS = frozenset(("sharding_constraint", "transpose"))
 
 
