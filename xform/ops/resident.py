@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Layout, with_layout_constraint
 
 STACKED, TOGETHER, ACCUMULATOR, ACCUMULATE, SETTLED = (
     f"resident_{name}" for name in ("stacked", "together", "accumulator", "accumulate", "settled")
@@ -74,9 +75,17 @@ def settled(total: Any, w: Any) -> Any:
     """The sum over devices, as w lies."""
 
     def resident_settled(total: Any, w: Any) -> Any:
-        return _like(total, w)
+        return plain(_like(total, w))
 
     return jax.jit(resident_settled)(total, w)
+
+
+def plain(x: Any) -> Any:
+    """x in the order of its dimensions in memory: else the order that a loop's products like best is that of
+    all that goes into the loop and comes out of it, arguments and results of the whole program among it, which
+    are copied to it.
+    """
+    return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 
 def _like(x: Any, w: Any) -> Any:

@@ -279,7 +279,7 @@ def _at(x: Value, n: Value) -> Value:
 def _slot(x: Value, slot: Value, c: Value) -> Value:
     """x[slot, c]"""
     start = (slot, c, *[np.int32(0)] * (x.ndim - 2))
-    return jax.lax.squeeze(jax.lax.dynamic_slice(x, start, (1, 1, *x.shape[2:])), (0, 1))
+    return resident.plain(jax.lax.squeeze(jax.lax.dynamic_slice(x, start, (1, 1, *x.shape[2:])), (0, 1)))
 
 
 def _put(x: Value, row: Value, *at: Value) -> Value:

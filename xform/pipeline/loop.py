@@ -151,7 +151,7 @@ class _Sweep:
             x = resident.stacked(fixed[k].astype(aval.dtype))
             ordered = self.ordered(x)
             shape = (stages, len(self.placing.order) // stages, *x.shape[1:])
-            by_stage = self.over_stages(jax.lax.reshape(ordered, shape))
+            by_stage = resident.plain(jax.lax.reshape(ordered, shape))
             self.apart.append(by_stage)
             self.own_rows.append(resident.together(by_stage) if is_array(x) else by_stage)
 
@@ -176,9 +176,6 @@ class _Sweep:
             if is_valid:
                 back[number] = row
         return jnp.take(g, back, axis=0)
-
-    def over_stages(self, x: Value) -> Value:
-        return x
 
     # ------------------------------------------------------------ what the loops carry
 

@@ -50,9 +50,9 @@ def accumulate(walk: Walk, eqn: JaxprEqn, vals: list[Val]) -> list[Val]:
 
 def settled(walk: Walk, eqn: JaxprEqn, vals: list[Val]) -> list[Val]:
     total, like = vals
-    val = walk.moved_to(total, Laid(walk.settled(like).dims))
-    val.terms = val.gradient = False
-    return [val]
+    laid = walk.grid.normal(Laid(walk.settled(like).dims))
+    x = walk.get(walk.moved_to(total, laid), laid)
+    return [walk.held(resident.plain(x), total.aval, laid)]
 
 
 _BY_NAME: dict[str, Callable[[Walk, JaxprEqn, list[Val]], list[Val]]] = {
