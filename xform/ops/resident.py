@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 
-STACKED, TOGETHER, ACCUMULATOR, ACCUMULATE, SETTLED = (
-    f"resident_{name}" for name in ("stacked", "together", "accumulator", "accumulate", "settled")
+STACKED, TOGETHER, ACCUMULATOR, ACCUMULATE, CLEARED, SETTLED = (
+    f"resident_{name}" for name in ("stacked", "together", "accumulator", "accumulate", "cleared", "settled")
 )
 
 
@@ -69,6 +69,16 @@ def added(total: Any, x: Any, *at: Any) -> Any:
     before = jax.lax.dynamic_slice(total, start, shape)
     after = before + jax.lax.reshape(x.astype(total.dtype), shape)
     return jax.lax.dynamic_update_slice(total, after, start)
+
+
+def cleared(total: Any, at: Any, size: int) -> Any:
+    """The terms with zeros in `size` rows of the second dimension."""
+
+    def resident_cleared(total: Any, at: Any) -> Any:
+        shape = (total.shape[0], size, *total.shape[2:])
+        return jax.lax.dynamic_update_slice_in_dim(total, jnp.zeros(shape, total.dtype), at, 1)
+
+    return jax.jit(resident_cleared)(total, at)
 
 
 def settled(total: Any, w: Any) -> Any:

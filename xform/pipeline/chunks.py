@@ -62,9 +62,12 @@ class Placing:
 
 
 class Chunks:
-    """Runs chunks of a stack. streams: how many cotangents there are at once."""
+    """Runs chunks of a stack. streams: how many cotangents there are at once. resident: how many chunks'
+    weights are there at once.
+    """
 
-    def __init__(self, pieces: Pieces, layer: Layer, placing: Placing, streams: int) -> None:
+    def __init__(self, pieces: Pieces, layer: Layer, placing: Placing, streams: int, resident: int) -> None:
+        self.resident = resident
         self.pieces, self.layer, self.placing, self.streams = pieces, layer, placing, streams
         self.carried, self.riders = len(pieces.carried), len(pieces.riders)
         self.ys = len(pieces.ys)
@@ -114,8 +117,14 @@ class Chunks:
             *(every["fixed"][k] for k in operands.fixed),
             *(plain[k] for k in operands.told),
             *(_at(rows[k], number) for k in operands.told_rows),
-            *(_at(w, at) for w in own["rows"]),
+            *(_at(w, self.place(at)) for w in own["rows"]),
         ]
+
+    def place(self, at: Value) -> Value:
+        """Where the weights of a row are, of those that are there."""
+        return at if self.resident * self.placing.size == len(self.placing.layers[0]) else at % (
+            self.resident * self.placing.size
+        )
 
     def through(
         self, z: list[Value], own: Own, cols: Mapping[str, Value], every: Mapping[str, Any], saved: Any
@@ -254,7 +263,7 @@ class Chunks:
         """The gradients of what is wanted with those of one layer: those of rows at its row."""
         rows = len(self.layer.rest) - len(self.layer.operands.rows)
         return [
-            resident.accumulate(total, x, *([at] if n >= rows else []))
+            resident.accumulate(total, x, *([self.place(at)] if n >= rows else []))
             for n, total, x in zip(self.layer.wanted, totals, more, strict=True)
         ]
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -32,9 +32,9 @@ from xform.ops import resident
 from xform.pipeline.chunks import Chunks, Own, Placing
 from xform.pipeline.cutting import Pieces, cut, is_float, reached
 from xform.pipeline.layer import layer_of
-from xform.pipeline.ticks import KINDS, Phase, Run, Tick, forward_only, run_of
+from xform.pipeline.ticks import KINDS, Phase, Run, Window, forward_only, run_of
 from xform.report import Report
-from xform.schedules import Schedule
+from xform.schedules import Kind, Schedule
 from xform.trace import Jaxpr, Value, Var, inline, shape_of, trace_flat, typeof
 
 
@@ -50,6 +50,27 @@ class Shape:
     @property
     def stages(self) -> int:
         return self.schedule.stages
+
+
+When = Literal["never", "sometimes", "always"]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sort:
+    """What the program of a tick has in it: the kinds of works, and what happens at the ends of the stack."""
+
+    kinds: tuple[Kind, ...]
+    enters: When
+    ends: When
+    returns: When
+
+    @property
+    def forward(self) -> bool:
+        return "forward" in self.kinds
+
+    @property
+    def back(self) -> bool:
+        return "backward" in self.kinds or "input" in self.kinds
 
 
 class Pipelined(Microbatches):
@@ -110,7 +131,7 @@ class _Sweep:
         stack = self.pieces.stack
         self.placing = Placing.of(self.shape.sizes, self.shape.stages, stack.reverse)
         self.layer = layer_of(self.pieces, self.moved)
-        self.chunks = Chunks(self.pieces, self.layer, self.placing, len(pulls))
+        self.chunks = Chunks(self.pieces, self.layer, self.placing, len(pulls), self.runs.resident)
 
     def differentiated(self) -> list[int]:
         """Of what is made once, the numbers of those of which gradients are wanted."""
@@ -137,8 +158,8 @@ class _Sweep:
         fixed, pull = jax.vjp(made, chosen) if self.pulls else (made(chosen), None)
         self.lay(fixed)
         state = self.start()
-        for phase in self.runs.phases():
-            state = self.phase(phase, state)
+        for group in self.runs.groups():
+            state = self.windows(group, state)
         return self.results(state, fixed, pull)
 
     def lay(self, fixed: Sequence[Value]) -> None:
@@ -146,14 +167,19 @@ class _Sweep:
         stacks = set(self.layer.operands.rows)
         stages = self.shape.stages
         self.fixed = [x if k in stacks else self.together(x, k) for k, x in enumerate(fixed)]
-        self.apart, self.own_rows = [], []
+        self.apart: list[Value] = []
         for k, aval in zip(self.layer.operands.rows, self.layer.row_types, strict=True):
             x = resident.stacked(fixed[k].astype(aval.dtype))
             ordered = self.ordered(x)
             shape = (stages, len(self.placing.order) // stages, *x.shape[1:])
             by_stage = resident.plain(jax.lax.reshape(ordered, shape))
             self.apart.append(by_stage)
-            self.own_rows.append(resident.together(by_stage) if is_array(x) else by_stage)
+        self.windowed = len(self.runs.windows) > 1
+        held = self.runs.resident * self.placing.size
+        self.own_rows = [
+            jnp.zeros((x.shape[0], held, *x.shape[2:]), x.dtype) if self.windowed else resident.together(x)
+            for x in self.apart
+        ]
 
     def together(self, x: Value, k: int) -> Value:
         return resident.together(x) if is_array(x) and x.ndim and is_floating(x) else x
@@ -197,6 +223,8 @@ class _Sweep:
         if runs.waiting[0]:
             own["waiting"] = [each(x, runs.waiting[0] + 1) for x in outside]
         every: dict[str, Any] = {}
+        if self.windowed:
+            own["weights"] = self.own_rows
         if self.pulls:
             floats = [types[n] for n in chunks.floats]
             streams = range(len(self.pulls))
@@ -212,6 +240,10 @@ class _Sweep:
             own["totals"] = [self.totals() for _ in streams]
             every["ended"] = [
                 [jnp.zeros((runs.ended, *t.shape), t.dtype) for t in floats] for _ in streams
+            ]
+            every["whole"] = [
+                [jnp.zeros_like(self.apart[n - self.first_row]) for n in self.stacked_wants] if self.windowed else []
+                for _ in streams
             ]
             every["outer"] = [
                 [self.accumulator(self.fixed[k]) for k in self.outer] for _ in streams
@@ -233,10 +265,19 @@ class _Sweep:
         extremes = [v for v, kind in zip(outs, self.of.kinds, strict=False) if kind != "sum"]
         return [*extremes, *outs[parts:]]
 
+    @property
+    def first_row(self) -> int:
+        """The number of the first stack among what a layer takes besides what moves."""
+        return len(self.layer.rest) - len(self.layer.operands.rows)
+
+    @property
+    def stacked_wants(self) -> list[int]:
+        """Of stacks, those whose gradients are wanted."""
+        return [n for n in self.layer.wanted if n >= self.first_row]
+
     def totals(self) -> list[Value]:
         """Zeros for the gradients of what a layer takes, those of rows a row each."""
-        layer, stages = self.layer, self.shape.stages
-        first = len(layer.rest) - len(layer.operands.rows)
+        layer, stages, first = self.layer, self.shape.stages, self.first_row
         found = []
         for n in layer.wanted:
             if n >= first:
@@ -257,74 +298,133 @@ class _Sweep:
 
     # ------------------------------------------------------------ ticks
 
-    def phase(self, phase: Phase, state: Any) -> Any:
-        columns = self.columns(phase)
-        ticks = [self.runs.ticks[phase.start + j] for j in range(phase.period)]
-        everything = phase.period == 1 and phase.count > 1 and len(self.shapes(phase)) > 1
-        if everything:
-            ticks = [self.any_tick(phase)]
+    def windows(self, group: Sequence[Window], state: Any) -> Any:
+        """Windows that are alike: what is fetched, the ticks, what is flushed."""
+        phases = self.runs.phases(group[0].start, group[0].stop)
+        columns = [
+            jax.tree.map(
+                lambda *xs: np.stack(xs),
+                *(self.columns(phase, window.start - group[0].start) for window in group),
+            )
+            for phase in phases
+        ]
+        fetch = np.asarray([window.fetch for window in group], np.int32)
+        flush = np.asarray([window.flush for window in group], np.int32)
+
+        def turn(state: Any, xs: Any) -> tuple[Any, None]:
+            columns, fetch, flush = xs
+            for n in range(fetch.shape[0]):
+                state = self.fetched(state, fetch[n])
+            for phase, cols in zip(phases, columns, strict=True):
+                state = self.phase(phase, cols, state)
+            for n in range(flush.shape[0]):
+                state = self.flushed(state, flush[n])
+            return state, None
+
+        if len(group) == 1:
+            return turn(state, (jax.tree.map(lambda x: x[0], columns), fetch[0], flush[0]))[0]
+        return jax.lax.scan(turn, state, (columns, fetch, flush))[0]
+
+    def fetched(self, state: Any, chunk: Value) -> Any:
+        """A chunk's weights come together, in their place."""
+        size, place = self.placing.size, chunk % self.runs.resident * self.placing.size
+        weights = [
+            _put_rows(held, resident.together(_rows(x, chunk * size, size)), place)
+            for held, x in zip(state["own"]["weights"], self.apart, strict=True)
+        ]
+        return {**state, "own": {**state["own"], "weights": weights}}
+
+    def flushed(self, state: Any, chunk: Value) -> Any:
+        """A chunk's gradients are summed over devices; others take their place."""
+        size, place = self.placing.size, chunk % self.runs.resident * self.placing.size
+        own, every = dict(state["own"]), dict(state["every"])
+        for k in range(len(self.pulls)):
+            totals, whole = list(own["totals"][k]), list(every["whole"][k])
+            for j, n in enumerate(self.stacked_wants):
+                like = self.apart[n - self.first_row]
+                at = self.layer.wanted.index(n)
+                sums = resident.settled(_rows(totals[at], place, size), _rows(like, chunk * size, size))
+                whole[j] = _put_rows(whole[j], sums, chunk * size)
+                totals[at] = resident.cleared(totals[at], place, size)
+            own["totals"], every["whole"] = _set(own["totals"], k, totals), _set(every["whole"], k, whole)
+        return {"own": own, "every": every}
+
+    def phase(self, phase: Phase, columns: Any, state: Any) -> Any:
+        ticks = [self.merged(phase, j) for j in range(phase.period)]
 
         def turn(state: Any, cols: Any) -> tuple[Any, None]:
             for j, tick in enumerate(ticks):
-                at = {name: x[j] for name, x in cols.items()}
-                state = self.tick(tick, at, state, everything)
+                state = self.tick(tick, {name: x[j] for name, x in cols.items()}, state, phase.mixed)
             return state, None
 
         return jax.lax.scan(turn, state, columns)[0]
 
-    def shapes(self, phase: Phase) -> set[Any]:
-        return {self.runs.ticks[phase.start + t].shape for t in range(phase.period * phase.count)}
-
-    def any_tick(self, phase: Phase) -> Tick:
-        """What some tick of a loop of all sorts does."""
-        ticks = [self.runs.ticks[phase.start + t] for t in range(phase.count)]
+    def merged(self, phase: Phase, j: int) -> _Sort:
+        """What the ticks of a loop do that stand at the same place of it."""
+        ticks = self.runs.ticks[phase.start + j : phase.stop : phase.period]
         kinds = tuple(kind for kind in KINDS if any(kind in tick.kinds for tick in ticks))
-        return Tick(kinds, *(max(getattr(t, name) for t in ticks) for name in ("enters", "ends", "returns")))
 
-    def columns(self, phase: Phase) -> dict[str, Any]:
-        """The table's numbers, [count, period, ...]."""
-        stop = phase.start + phase.period * phase.count
+        def when(name: str) -> When:
+            said = {getattr(tick, name) >= 0 for tick in ticks}
+            return "sometimes" if len(said) == 2 else "always" if said.pop() else "never"
+
+        return _Sort(kinds, when("enters"), when("ends"), when("returns"))
+
+    def columns(self, phase: Phase, later: int = 0) -> dict[str, Any]:
+        """The table's numbers, [count, period, ...], of a phase or one so many ticks later."""
+        rows = slice(phase.start + later, phase.stop + later)
         lead = (phase.count, phase.period)
-        found = {
-            name: x[phase.start : stop].reshape(*lead, x.shape[1]) for name, x in self.runs.columns.items()
-        }
-        ticks = self.runs.ticks[phase.start : stop]
+        found = {name: x[rows].reshape(*lead, x.shape[1]) for name, x in self.runs.columns.items()}
+        ticks = self.runs.ticks[rows]
         for name in ("enters", "ends", "returns"):
             found[name] = np.asarray([getattr(tick, name) for tick in ticks], np.int32).reshape(lead)
-        for name in ("ahead_moves", "back_moves"):
-            of = "forward" if name == "ahead_moves" else "back"
-            found[name] = np.asarray([getattr(tick, of) for tick in ticks], bool).reshape(lead)
+        for name in ("forward", "back"):
+            found[name] = np.asarray([getattr(tick, name) for tick in ticks], bool).reshape(lead)
         return found
 
-    def tick(self, tick: Tick, cols: Mapping[str, Any], state: Any, everything: bool) -> Any:
+    def tick(self, tick: _Sort, cols: Mapping[str, Any], state: Any, mixed: bool) -> Any:
         own, every = dict(state["own"]), dict(state["every"])
         outside = None
-        if tick.enters >= 0:
-            outside = self.entering(jnp.maximum(cols["enters"], 0))
+        if tick.enters != "never":
+            outside = self.when(tick.enters, cols["enters"], self.entering, self.nothing)
         mine = {name: cols[name] for name in self.runs.columns if name not in ("ended", "ending")}
         given = {
             "outside": outside,
             "fixed": self.fixed_of_layers(),
             "data": self.data if self.needs_data else [],
             "ended": self.ended(every, cols) if tick.back else None,
-            "moves": (cols["ahead_moves"], cols["back_moves"]),
+            "moves": (cols["forward"], cols["back"]),
         }
-        own, ends = self.region(
-            lambda own, cols, given: self.work(tick, own, cols, given, everything),
-            {**own, "rows": self.own_rows, **self.tables()},
+        weights = own.get("weights", self.own_rows)
+        own, sent = self.region(
+            lambda own, cols, given: (self.work(tick, own, cols, given, mixed), {}),
+            {**own, "rows": weights, **self.tables()},
             mine,
             given,
         )
-        z, dz = ends.get("z"), ends.get("dz")
-        if tick.returns >= 0:
-            every = self.when(cols["returns"] >= 0, everything, lambda e: self.returned(e, dz, cols), every)
-        if tick.ends >= 0:
-            every = self.when(cols["ends"] >= 0, everything, lambda e: self.left(e, z, cols), every)
+        z, dz = own.pop("z", None), own.pop("dz", None)
+        if tick.returns != "never":
+            every = self.when(
+                tick.returns, cols["returns"], lambda m: self.returned(every, self.of_stage(dz, 0), m), lambda: every
+            )
+        if tick.ends != "never":
+            last, here = self.shape.stages - 1, every
+            slot = cols["ended"][0]
+            every = self.when(
+                tick.ends, cols["ends"], lambda m: self.left(here, self.of_stage(z, last), m, slot), lambda: here
+            )
         return {"own": own, "every": every}
 
-    def when(self, which: Value, everything: bool, f: Callable[[Any], Any], state: Any) -> Any:
-        """What is done at some ticks of a loop of all sorts: where a condition of the tick alone holds."""
-        return jax.lax.cond(which, f, lambda s: s, state) if everything else f(state)
+    def when(self, when: When, number: Value, f: Callable[[Value], Any], otherwise: Callable[[], Any]) -> Any:
+        """What is done at some ticks of a loop with a microbatch: a condition of the tick alone, the same on
+        all devices, so there may be collectives in it.
+        """
+        if when == "always":
+            return f(number)
+        return jax.lax.cond(number >= 0, lambda: f(jnp.maximum(number, 0)), otherwise)
+
+    def nothing(self) -> list[Value]:
+        return [jnp.zeros(t.shape, t.dtype) for t in self.chunks.z_types]
 
     def tables(self) -> Own:
         return {
@@ -345,9 +445,7 @@ class _Sweep:
 
     # In the region
 
-    def region(
-        self, f: Any, own: Own, cols: Mapping[str, Any], given: Mapping[str, Any]
-    ) -> tuple[Own, Own]:
+    def region(self, f: Any, own: Any, cols: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[Any, Any]:
         """`f` on every stage: of its own arrays, its numbers of the table, and what all have. It gives the
         stage's own, and what all have again.
         """
@@ -358,7 +456,7 @@ class _Sweep:
             mine, every = f(jax.tree.map(_without, own), jax.tree.map(_without, cols), given)
             return jax.tree.map(_with, mine), every
 
-        made: tuple[Own, Own] = jax.shard_map(
+        made: tuple[Any, Any] = jax.shard_map(
             local,
             mesh=self.shape.mesh,
             in_specs=(ours, ours, all_),
@@ -369,8 +467,8 @@ class _Sweep:
         return made
 
     def work(
-        self, tick: Tick, own: Own, cols: Mapping[str, Value], given: Mapping[str, Any], everything: bool
-    ) -> tuple[Own, Own]:
+        self, tick: _Sort, own: Own, cols: Mapping[str, Value], given: Mapping[str, Any], mixed: bool
+    ) -> Own:
         """A stage's tick: what has come is put where it waits, the work is done, and its result sent on."""
         own = dict(own)
         fixed = {name: own.pop(name) for name in ("rows", "layers", "valid")}
@@ -386,7 +484,7 @@ class _Sweep:
             own["sent_back"] = own["register_back"]
         programs = [self.chunks.forward, self.chunks.backward, self.chunks.input, self.chunks.weight]
         runs = [programs[KINDS.index(kind)] for kind in tick.kinds]
-        if len(runs) == 1 and not everything:
+        if len(runs) == 1 and not mixed:
             own = runs[0]({**own, **fixed}, cols, given)
         else:
             numbers = [1 + KINDS.index(kind) for kind in tick.kinds]
@@ -400,19 +498,16 @@ class _Sweep:
 
             own = jax.lax.switch(branch, [lambda own: own, *map(done, runs)], own)
         own = {k: v for k, v in own.items() if k not in fixed}
-        return self.sent(tick, own, given, everything)
+        return self.sent(tick, own, given, mixed)
 
-    def sent(
-        self, tick: Tick, own: Own, given: Mapping[str, Any], everything: bool
-    ) -> tuple[Own, Own]:
-        """What a stage has after what it made was sent on; and what comes out of the stack, for all."""
-        own, ends = dict(own), {}
-        stages = self.shape.stages
+    def sent(self, tick: _Sort, own: Own, given: Mapping[str, Any], mixed: bool) -> Own:
+        """What a stage has after what it made was sent on."""
+        own = dict(own)
         z, dz = own.pop("sent"), own.pop("sent_back", None)
-        if tick.ends >= 0:
-            ends["z"] = self.of_stage(z, stages - 1)
-        if tick.returns >= 0:
-            ends["dz"] = [self.of_stage(x, 0) for x in dz]
+        if tick.ends != "never":
+            own["z"] = z
+        if tick.returns != "never":
+            own["dz"] = dz
         for name, chain, value, way, moves in (
             ("register", "ahead", z, 1, 0),
             ("register_back", "behind", dz, -1, 1),
@@ -423,27 +518,26 @@ class _Sweep:
             new = [jax.tree.map(lambda x: self.permuted(x, way), queue[0]), *queue[1:]]
             arrived = new[-1] if len(new) > 1 else new[0]
             rest = new[:-1]
-            if everything:  # at a tick of another sort nothing of this direction moves
+            if mixed:  # at a tick of another sort nothing of this direction moves
                 arrived = _kept(given["moves"][moves], arrived, own[name])
                 rest = [_kept(given["moves"][moves], a, b) for a, b in zip(rest, own[chain], strict=True)]
             own[name], own[chain] = arrived, rest
-        return own, ends
+        return own
 
     def permuted(self, x: Value, way: int) -> Value:
         n = self.shape.stages
         return jax.lax.ppermute(x, self.shape.axis, [(i, (i + way) % n) for i in range(n)])
 
-    def of_stage(self, xs: Sequence[Value], stage: int) -> list[Value]:
+    def of_stage(self, own: Any, stage: int) -> Any:
         """One stage's arrays, on every stage."""
-        here = jax.lax.axis_index(self.shape.axis) == stage
+        axis = self.shape.axis
 
         def one(x: Value) -> Value:
-            wide = x.astype(jnp.int8) if x.dtype == jnp.bool_ else x
-            return jax.lax.psum(
-                jnp.where(here, wide, jnp.zeros_like(wide)), self.shape.axis
-            ).astype(x.dtype)
+            wide = x.astype(np.int8) if x.dtype == np.bool_ else x
+            here = jax.lax.axis_index(axis) == stage
+            return jax.lax.psum(jnp.where(here, wide, jnp.zeros_like(wide)), axis).astype(x.dtype)
 
-        return [one(x) for x in xs]
+        return self.region(lambda own, cols, given: ([], jax.tree.map(one, own)), own, {}, {})[1]
 
     # Outside of it
 
@@ -459,10 +553,9 @@ class _Sweep:
         slot = cols["ending"][0]
         return [[jax.lax.dynamic_index_in_dim(x, slot, 0, False) for x in each] for each in every["ended"]]
 
-    def left(self, every: dict[str, Any], z: Any, cols: Any) -> dict[str, Any]:
+    def left(self, every: Any, z: Sequence[Value], m: Value, slot: Value) -> dict[str, Any]:
         """What becomes of a microbatch that has been through all layers; and the gradient of that."""
         every = dict(every)
-        m = jnp.maximum(cols["ends"], 0)
         data = [jax.lax.dynamic_index_in_dim(x, m, 0, False) for x in self.data]
         floats = self.chunks.floats
 
@@ -485,7 +578,6 @@ class _Sweep:
             _, pull, outs = jax.vjp(end, *args, has_aux=True)
             for k, cts in enumerate(self.pulls):
                 dz, outer, rows = pull([_ct(ct) for ct in cts])
-                slot = cols["ended"][0]
                 ended = [_put_in(buffer, x, slot) for buffer, x in zip(every["ended"][k], dz, strict=True)]
                 every["ended"] = _set(every["ended"], k, ended)
                 every = self.outer_added(every, k, outer, rows, m)
@@ -500,9 +592,8 @@ class _Sweep:
         carried, riders = self.chunks.carried, self.chunks.riders
         return list(z[:carried]), list(z[carried : carried + riders]), list(z[carried + riders :])
 
-    def returned(self, every: dict[str, Any], dz: Any, cols: Any) -> dict[str, Any]:
+    def returned(self, every: Any, dz: Any, m: Value) -> dict[str, Any]:
         """The gradient of what goes into the first layer, through what makes it."""
-        m = jnp.maximum(cols["returns"], 0)
         data = [jax.lax.dynamic_index_in_dim(x, m, 0, False) for x in self.data]
         kept = self.chunks.carried + self.chunks.riders
         floats = [n for n in self.chunks.floats if n < kept]
@@ -554,13 +645,15 @@ class _Sweep:
 
         for n, total in zip(self.outer, state["every"]["outer"][k], strict=True):
             add(n, resident.settled(total, fixed[n]))
-        layer = self.layer
-        first = len(layer.rest) - len(layer.operands.rows)
+        layer, first = self.layer, self.first_row
         for n, total in zip(layer.wanted, state["own"]["totals"][k], strict=True):
             if n >= first:
                 number = layer.operands.rows[n - first]
-                flat = resident.settled(total, self.apart[n - first])
-                flat = jax.lax.reshape(flat, (len(self.placing.order), *total.shape[2:]))
+                if self.windowed:
+                    sums = state["every"]["whole"][k][self.stacked_wants.index(n)]
+                else:
+                    sums = resident.settled(total, self.apart[n - first])
+                flat = jax.lax.reshape(sums, (len(self.placing.order), *total.shape[2:]))
                 add(number, self.natural(flat, self.pieces.stack.layers))
             else:
                 number = layer.operands.fixed[n]
@@ -588,6 +681,15 @@ def _read(jaxpr: Jaxpr) -> set[Any]:
     return {v for eqn in jaxpr.eqns for v in eqn.invars if isinstance(v, Var)} | {
         v for v in jaxpr.outvars if isinstance(v, Var)
     }
+
+
+def _rows(x: Value, at: Value, size: int) -> Value:
+    """x[:, at : at + size]"""
+    return jax.lax.dynamic_slice_in_dim(x, at, size, 1)
+
+
+def _put_rows(x: Value, rows: Value, at: Value) -> Value:
+    return jax.lax.dynamic_update_slice_in_dim(x, rows, at, 1)
 
 
 def _without(x: Value) -> Value:

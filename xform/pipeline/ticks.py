@@ -63,19 +63,39 @@ class Tick:
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """Ticks that repeat: `count` times those from `start` to `start + period`."""
+    """Ticks that repeat: `count` times those from `start` to `start + period`. mixed: what runs differs from
+    one time to the next.
+    """
 
     start: int
     period: int
     count: int
+    mixed: bool = False
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.period * self.count
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """Ticks in which the same chunks' weights are together: those of `fetch` come before, of those of `flush`
+    the gradients are whole afterwards.
+    """
+
+    start: int
+    stop: int
+    fetch: tuple[int, ...]
+    flush: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
     """columns: by name of COLUMNS, numbers [ticks, stages]. waiting: slots for activations, and for
-    gradients, on their way; ended: slots for gradients of the stack's results. saved, late: slots, each with
-    the one that nobody reads where `spare` says so. delay: ticks of its direction that a value is under way
-    beyond the next, by direction.
+    gradients, on their way; ended: slots for gradients of the stack's results, in which `ended` puts them and
+    `ending` finds them. saved, late: slots; the one after the last is for what nobody reads. delay: ticks of
+    its direction that a value is under way beyond the next, by direction. windows: what is together when;
+    resident: of how many chunks at once, chunk c in place c % resident.
     """
 
     ticks: tuple[Tick, ...]
@@ -85,27 +105,48 @@ class Run:
     saved: int
     late: int
     delay: tuple[int, int]
+    windows: tuple[Window, ...]
+    resident: int
 
     @property
     def stages(self) -> int:
         return int(self.columns["kind"].shape[1])
 
-    def phases(self, most: int = 8) -> list[Phase]:
-        """The ticks as loops, as few as there are; more than `most` of them are one loop of everything."""
-        shapes = [tick.shape for tick in self.ticks]
-        found: list[Phase] = []
-        at = 0
-        while at < len(shapes):
-            best = Phase(at, 1, 1)
-            for period in (1, 2, 3):
-                count = 1
-                while shapes[at : at + period] == shapes[at + period * count : at + period * (count + 1)]:
-                    count += 1
-                if count > 1 and period * count > best.period * best.count:
-                    best = Phase(at, period, count)
-            found.append(best)
-            at += best.period * best.count
-        return found if len(found) <= most else [Phase(0, 1, len(shapes))]
+    def phases(self, start: int, stop: int, most: int = 6) -> list[Phase]:
+        """Ticks as loops: of ticks that are alike in all; where these are more than `most`, in the kinds of
+        works; else one loop of everything.
+        """
+        ticks = self.ticks[start:stop]
+        for shapes in ([tick.shape for tick in ticks], [tick.kinds for tick in ticks]):
+            found = [dataclasses.replace(p, start=p.start + start) for p in _repeats(shapes)]
+            if len(found) <= most:
+                return found
+        return [Phase(start, 1, stop - start, mixed=True)]
+
+    def groups(self) -> list[list[Window]]:
+        """Windows next to each other that are one loop over windows."""
+
+        def like(window: Window) -> object:
+            shapes = [tick.shape for tick in self.ticks[window.start : window.stop]]
+            return shapes, len(window.fetch), len(window.flush)
+
+        return [list(group) for _, group in itertools.groupby(self.windows, like)]
+
+
+def _repeats(shapes: Sequence[object]) -> list[Phase]:
+    found: list[Phase] = []
+    at = 0
+    while at < len(shapes):
+        best = Phase(at, 1, 1)
+        for period in (1, 2, 3):
+            count = 1
+            while shapes[at : at + period] == shapes[at + period * count : at + period * (count + 1)]:
+                count += 1
+            if count > 1 and period * count > best.period * best.count:
+                best = Phase(at, period, count)
+        found.append(best)
+        at = best.stop
+    return found
 
 
 def run_of(schedule: Schedule) -> Run:
@@ -167,7 +208,53 @@ class _Run:
         saved = self.saved()
         late = self.late()
         self.borrowed(saved, late)
-        return Run(self.ticks, columns, (forward, back), ended, saved, late, (ahead, behind))
+        windows, resident = self.windows()
+        return Run(
+            self.ticks, columns, (forward, back), ended, saved, late, (ahead, behind), windows, resident
+        )
+
+    # Which chunks' weights are together
+
+    def windows(self) -> tuple[tuple[Window, ...], int]:
+        """The ticks cut where the weights of a chunk are wanted first, and where its gradients are whole; all
+        in one where all chunks are wanted at once. Where all forward works come first, weights come together
+        once for these and once for the others.
+        """
+        every = Window(0, len(self.ticks), (), ())
+        split = max(self.turns["forward"]) + 1
+        if any(t < split for t in self.turns["input"]):
+            split = 0
+        spans: dict[tuple[bool, int], tuple[int, int]] = {}
+        for tick, _, work in self.schedule.works():
+            key = (tick >= split, work.chunk)
+            first, last = spans.get(key, (tick, tick))
+            spans[key] = (min(first, tick), max(last, tick))
+
+        def apart(a: tuple[bool, int], b: tuple[bool, int]) -> bool:
+            return a[0] != b[0] or spans[a][1] < spans[b][0] or spans[b][1] < spans[a][0]
+
+        def fits(n: int) -> bool:
+            return all(apart(a, b) for a, b in itertools.combinations(spans, 2) if (a[1] - b[1]) % n == 0)
+
+        resident = next(n for n in range(1, self.repeats + 1) if n == self.repeats or fits(n))
+        if resident == self.repeats:
+            return (every,), resident
+        fetch: dict[int, list[int]] = {}
+        flush: dict[int, list[int]] = {}
+        holds: dict[int, int] = {}
+        for (_, chunk), (first, _) in sorted(spans.items(), key=lambda item: item[1]):
+            if holds.get(chunk % resident) != chunk:
+                fetch.setdefault(first, []).append(chunk)
+            holds[chunk % resident] = chunk
+        for (back, chunk), (_, last) in spans.items():
+            if back and self.turns["input"]:  # when its place is taken, or at the end
+                taken = (t for t, those in fetch.items() if t > last and chunk % resident in _places(those, resident))
+                flush.setdefault(min(taken, default=len(self.ticks)), []).append(chunk)
+        borders = sorted({0, len(self.ticks), *fetch, *flush})
+        return tuple(
+            Window(a, b, tuple(fetch.get(a, ())), tuple(flush.get(b, ())))
+            for a, b in itertools.pairwise(borders)
+        ), resident
 
     # What is sent
 
@@ -274,6 +361,10 @@ class _Run:
                     last["late"] = int(self.columns["late"][t, stage])
                 elif work is None and "weight" in tick.kinds:
                     self.columns["late"][t, stage] = last["late"]
+
+
+def _places(chunks: Iterable[int], resident: int) -> set[int]:
+    return {chunk % resident for chunk in chunks}
 
 
 def colored(spans: Mapping[tuple[int, ...], tuple[int, int]]) -> tuple[int, dict[tuple[int, ...], int]]:

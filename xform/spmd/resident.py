@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 
+from xform.higher_order import bodies
 from xform.ops import resident
 from xform.spmd.layout import Laid, Piece
 from xform.spmd.loops import call, terms_of
 from xform.spmd.values import Val
 from xform.spmd.walk import Walk
-from xform.trace import JaxprEqn
+from xform.trace import JaxprEqn, shape_of
 
 
 def together(walk: Walk, eqn: JaxprEqn, vals: list[Val]) -> list[Val]:
@@ -48,6 +50,17 @@ def accumulate(walk: Walk, eqn: JaxprEqn, vals: list[Val]) -> list[Val]:
     return [val]
 
 
+def cleared(walk: Walk, eqn: JaxprEqn, vals: list[Val]) -> list[Val]:
+    total, at = vals
+    laid = total.laid if total.make is None else walk.settled(total)
+    x, body = walk.get(total, laid), bodies(eqn)[0]
+    size = shape_of(body.eqns[-1].invars[1])[1]
+    zeros = jnp.zeros((x.shape[0], size, *x.shape[2:]), x.dtype)
+    val = walk.held(jax.lax.dynamic_update_slice_in_dim(x, zeros, walk.whole(at), 1), total.aval, laid)
+    val.terms = val.gradient = bool(laid.partial)
+    return [val]
+
+
 def settled(walk: Walk, eqn: JaxprEqn, vals: list[Val]) -> list[Val]:
     total, like = vals
     laid = walk.grid.normal(Laid(walk.settled(like).dims))
@@ -59,6 +72,7 @@ _BY_NAME: dict[str, Callable[[Walk, JaxprEqn, list[Val]], list[Val]]] = {
     resident.TOGETHER: together,
     resident.ACCUMULATOR: accumulator,
     resident.ACCUMULATE: accumulate,
+    resident.CLEARED: cleared,
     resident.SETTLED: settled,
     resident.STACKED: lambda walk, eqn, vals: vals,
 }
