@@ -32,7 +32,7 @@ from xform.ops import resident
 from xform.pipeline.chunks import Chunks, Own, Placing
 from xform.pipeline.cutting import Pieces, cut, is_float, reached
 from xform.pipeline.layer import layer_of
-from xform.pipeline.ticks import KINDS, Phase, Run, Window, forward_only, run_of
+from xform.pipeline.ticks import KINDS, Phase, Round, Run, Window, forward_only, run_of
 from xform.report import Report
 from xform.schedules import Kind, Schedule
 from xform.trace import Jaxpr, Value, Var, inline, shape_of, trace_flat, typeof
@@ -168,18 +168,19 @@ class _Sweep:
         stages = self.shape.stages
         self.fixed = [x if k in stacks else self.together(x, k) for k, x in enumerate(fixed)]
         self.apart: list[Value] = []
+        self.windowed = len(self.runs.windows) > 1
+        held = self.runs.resident * self.placing.size
+        self.own_rows: list[Value] = []
         for k, aval in zip(self.layer.operands.rows, self.layer.row_types, strict=True):
-            x = resident.stacked(fixed[k].astype(aval.dtype))
+            x = resident.stacked(fixed[k] if self.windowed else fixed[k].astype(aval.dtype))
             ordered = self.ordered(x)
             shape = (stages, len(self.placing.order) // stages, *x.shape[1:])
             by_stage = resident.plain(jax.lax.reshape(ordered, shape))
             self.apart.append(by_stage)
-        self.windowed = len(self.runs.windows) > 1
-        held = self.runs.resident * self.placing.size
-        self.own_rows = [
-            jnp.zeros((x.shape[0], held, *x.shape[2:]), x.dtype) if self.windowed else resident.together(x)
-            for x in self.apart
-        ]
+            if self.windowed:
+                self.own_rows.append(jnp.zeros((stages, held, *x.shape[1:]), aval.dtype))
+            else:
+                self.own_rows.append(resident.together(by_stage))
 
     def together(self, x: Value, k: int) -> Value:
         return resident.together(x) if is_array(x) and x.ndim and is_floating(x) else x
@@ -242,7 +243,7 @@ class _Sweep:
                 [jnp.zeros((runs.ended, *t.shape), t.dtype) for t in floats] for _ in streams
             ]
             every["whole"] = [
-                [jnp.zeros_like(self.apart[n - self.first_row]) for n in self.stacked_wants] if self.windowed else []
+                [self.gradients_of(n) for n in self.stacked_wants] if self.windowed else []
                 for _ in streams
             ]
             every["outer"] = [
@@ -275,6 +276,11 @@ class _Sweep:
         """Of stacks, those whose gradients are wanted."""
         return [n for n in self.layer.wanted if n >= self.first_row]
 
+    def gradients_of(self, n: int) -> Value:
+        """Zeros for the gradients of a stack, summed over devices."""
+        dtype = self.of.kept(self.layer.rest[n].dtype)
+        return jnp.zeros(self.apart[n - self.first_row].shape, dtype)
+
     def totals(self) -> list[Value]:
         """Zeros for the gradients of what a layer takes, those of rows a row each."""
         layer, stages, first = self.layer, self.shape.stages, self.first_row
@@ -300,14 +306,8 @@ class _Sweep:
 
     def windows(self, group: Sequence[Window], state: Any) -> Any:
         """Windows that are alike: what is fetched, the ticks, what is flushed."""
-        phases = self.runs.phases(group[0].start, group[0].stop)
-        columns = [
-            jax.tree.map(
-                lambda *xs: np.stack(xs),
-                *(self.columns(phase, window.start - group[0].start) for window in group),
-            )
-            for phase in phases
-        ]
+        rounds = self.runs.rounds(group[0].start, group[0].stop)
+        columns = _stacked([self.rounds(rounds, window.start - group[0].start) for window in group])
         fetch = np.asarray([window.fetch for window in group], np.int32)
         flush = np.asarray([window.flush for window in group], np.int32)
 
@@ -315,21 +315,21 @@ class _Sweep:
             columns, fetch, flush = xs
             for n in range(fetch.shape[0]):
                 state = self.fetched(state, fetch[n])
-            for phase, cols in zip(phases, columns, strict=True):
-                state = self.phase(phase, cols, state)
+            for each, cols in zip(rounds, columns, strict=True):
+                state = self.round(each, cols, state)
             for n in range(flush.shape[0]):
                 state = self.flushed(state, flush[n])
             return state, None
 
         if len(group) == 1:
-            return turn(state, (jax.tree.map(lambda x: x[0], columns), fetch[0], flush[0]))[0]
+            return turn(state, (_first(columns), fetch[0], flush[0]))[0]
         return jax.lax.scan(turn, state, (columns, fetch, flush))[0]
 
     def fetched(self, state: Any, chunk: Value) -> Any:
         """A chunk's weights come together, in their place."""
         size, place = self.placing.size, chunk % self.runs.resident * self.placing.size
         weights = [
-            _put_rows(held, resident.together(_rows(x, chunk * size, size)), place)
+            _put_rows(held, resident.together(_narrowed(_rows(x, chunk * size, size), held.dtype)), place)
             for held, x in zip(state["own"]["weights"], self.apart, strict=True)
         ]
         return {**state, "own": {**state["own"], "weights": weights}}
@@ -349,8 +349,27 @@ class _Sweep:
             own["totals"], every["whole"] = _set(own["totals"], k, totals), _set(every["whole"], k, whole)
         return {"own": own, "every": every}
 
-    def phase(self, phase: Phase, columns: Any, state: Any) -> Any:
-        ticks = [self.merged(phase, j) for j in range(phase.period)]
+    def rounds(self, rounds: Sequence[Round], later: int) -> Any:
+        """The numbers of rounds, so many ticks later."""
+        return [
+            _stacked(
+                [[self.columns(phase, later + n * each.ticks) for phase in each.phases] for n in range(each.count)]
+            )
+            for each in rounds
+        ]
+
+    def round(self, each: Round, columns: Any, state: Any) -> Any:
+        def turn(state: Any, columns: Any) -> tuple[Any, None]:
+            for phase, cols in zip(each.phases, columns, strict=True):
+                state = self.phase(each, phase, cols, state)
+            return state, None
+
+        if each.count == 1:
+            return turn(state, _first(columns))[0]
+        return jax.lax.scan(turn, state, columns)[0]
+
+    def phase(self, each: Round, phase: Phase, columns: Any, state: Any) -> Any:
+        ticks = [self.merged(each, phase, j) for j in range(phase.period)]
 
         def turn(state: Any, cols: Any) -> tuple[Any, None]:
             for j, tick in enumerate(ticks):
@@ -359,9 +378,13 @@ class _Sweep:
 
         return jax.lax.scan(turn, state, columns)[0]
 
-    def merged(self, phase: Phase, j: int) -> _Sort:
-        """What the ticks of a loop do that stand at the same place of it."""
-        ticks = self.runs.ticks[phase.start + j : phase.stop : phase.period]
+    def merged(self, each: Round, phase: Phase, j: int) -> _Sort:
+        """What the ticks of a loop do that stand at the same place of it, each time that it runs."""
+        ticks = [
+            self.runs.ticks[t + n * each.ticks]
+            for t in range(phase.start + j, phase.stop, phase.period)
+            for n in range(each.count)
+        ]
         kinds = tuple(kind for kind in KINDS if any(kind in tick.kinds for tick in ticks))
 
         def when(name: str) -> When:
@@ -688,8 +711,26 @@ def _rows(x: Value, at: Value, size: int) -> Value:
     return jax.lax.dynamic_slice_in_dim(x, at, size, 1)
 
 
+def _narrowed(rows: Value, dtype: Any) -> Value:
+    """Rows of weights in a narrower dtype, rounded as such: a mere cast the compiler does to the whole stack,
+    before the loop.
+    """
+    if rows.dtype == dtype:
+        return rows
+    info = jnp.finfo(dtype)
+    return jax.lax.reduce_precision(rows, info.nexp, info.nmant).astype(dtype)
+
+
 def _put_rows(x: Value, rows: Value, at: Value) -> Value:
     return jax.lax.dynamic_update_slice_in_dim(x, rows, at, 1)
+
+
+def _stacked(trees: Sequence[Any]) -> Any:
+    return jax.tree.map(lambda *xs: np.stack(xs), *trees)
+
+
+def _first(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x[0], tree)
 
 
 def _without(x: Value) -> Value:

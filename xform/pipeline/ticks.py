@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -78,6 +78,19 @@ class Phase:
 
 
 @dataclasses.dataclass(frozen=True)
+class Round:
+    """Phases, one after the other, so many times; the later times with the ticks that follow."""
+
+    phases: tuple[Phase, ...]
+    count: int
+
+    @property
+    def ticks(self) -> int:
+        """Of one time."""
+        return self.phases[-1].stop - self.phases[0].start
+
+
+@dataclasses.dataclass(frozen=True)
 class Window:
     """Ticks in which the same chunks' weights are together: those of `fetch` come before, of those of `flush`
     the gradients are whole afterwards.
@@ -112,16 +125,16 @@ class Run:
     def stages(self) -> int:
         return int(self.columns["kind"].shape[1])
 
-    def phases(self, start: int, stop: int, most: int = 6) -> list[Phase]:
+    def rounds(self, start: int, stop: int, most: int = 12) -> list[Round]:
         """Ticks as loops: of ticks that are alike in all; where these are more than `most`, in the kinds of
         works; else one loop of everything.
         """
         ticks = self.ticks[start:stop]
         for shapes in ([tick.shape for tick in ticks], [tick.kinds for tick in ticks]):
-            found = [dataclasses.replace(p, start=p.start + start) for p in _repeats(shapes)]
-            if len(found) <= most:
+            found = _rounds(_repeats(shapes, start), lambda tick, shapes=shapes: shapes[tick - start])
+            if sum(len(each.phases) for each in found) <= most:
                 return found
-        return [Phase(start, 1, stop - start, mixed=True)]
+        return [Round((Phase(start, 1, stop - start, mixed=True),), 1)]
 
     def groups(self) -> list[list[Window]]:
         """Windows next to each other that are one loop over windows."""
@@ -133,7 +146,8 @@ class Run:
         return [list(group) for _, group in itertools.groupby(self.windows, like)]
 
 
-def _repeats(shapes: Sequence[object]) -> list[Phase]:
+def _repeats(shapes: Sequence[object], start: int) -> list[Phase]:
+    """Ticks as loops of up to three that repeat."""
     found: list[Phase] = []
     at = 0
     while at < len(shapes):
@@ -144,8 +158,26 @@ def _repeats(shapes: Sequence[object]) -> list[Phase]:
                 count += 1
             if count > 1 and period * count > best.period * best.count:
                 best = Phase(at, period, count)
-        found.append(best)
+        found.append(dataclasses.replace(best, start=best.start + start))
         at = best.stop
+    return found
+
+
+def _rounds(phases: Sequence[Phase], shape: Callable[[int], object]) -> list[Round]:
+    """Phases as loops of some that repeat."""
+    said = [(p.period, p.count, *(shape(p.start + j) for j in range(p.period))) for p in phases]
+    found: list[Round] = []
+    at = 0
+    while at < len(phases):
+        length, count = 1, 1
+        for several in range(1, (len(phases) - at) // 2 + 1):
+            times = 1
+            while said[at : at + several] == said[at + several * times : at + several * (times + 1)]:
+                times += 1
+            if times > 1 and several * times > length * count:
+                length, count = several, times
+        found.append(Round(tuple(phases[at : at + length]), count))
+        at += length * count
     return found
 
 

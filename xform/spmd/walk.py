@@ -385,7 +385,7 @@ class Walk(Holding):
         name, first = eqn.primitive.name, vals[0].laid.partial if vals else ()
         if not first or any(v.make is not None for v in vals):
             return ()
-        if name in LINEAR and len(vals) == 1:
+        if (name in LINEAR and len(vals) == 1) or (name == "dynamic_slice" and vals[0].terms):
             return first
         if name in SUMS and all(v.laid.partial == first for v in vals):
             return first
