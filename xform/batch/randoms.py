@@ -1,0 +1,87 @@
+"""Random numbers of a microbatch: those that the whole batch draws for its rows.
+
+    random_bits[shape=(12, 5)] key   ->   threefry2x32 of the key and of the numbers of this microbatch's rows
+
+Where the bits of an element follow from its number (`threefry`), values and gradients are those of the whole
+batch. Else a microbatch draws with a key of its own, and the line is kept (`Case.folded`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+
+from xform import threefry
+from xform.batch.elementwise import elementwise
+from xform.batch.states import SAME, Case, Micro, Mixes, Outcome, State, rowwise
+from xform.threefry import Counts
+from xform.trace import Value, bind
+
+
+def random(case: Case) -> Outcome:
+    """Bits, or keys that are split off: [*keys, *shape], of keys [*keys]."""
+    key = case.states[0]
+    if key.is_rows:  # the rows' own
+        return case.everywhere(rowwise(case))
+    if key.is_part:
+        raise Mixes("a key that is a sum over the batch")
+    out = case.new_rows()
+    if not out.is_rows:
+        return case.everywhere(SAME)
+    lead = len(case.shape(0))
+    if out.dim < lead:
+        raise Mixes("a key for each row, of which it is not known whose it is")
+    drawn = dataclasses.replace(out, dim=out.dim - lead)
+    if not threefry.draws_by_number(case.eqn.invars[0].aval):
+        return _folded(case, out, shape=case.split.small(case.params["shape"], drawn))
+    aval: Any = case.eqn.outvars[0].aval
+
+    def emit(args: Sequence[Value], micro: Micro) -> list[Value]:
+        keys, counts = _of_group(args[0], micro), _numbers(case.params["shape"], drawn, micro)
+        if case.name == "random_split":
+            return [threefry.split(keys, counts)]
+        return [threefry.bits(keys, counts, aval.dtype)]
+
+    return Outcome((out,), emit)
+
+
+def _numbers(shape: Sequence[int], state: State, micro: Micro) -> Counts:
+    """The numbers, in an array of the whole batch, of the elements of a microbatch."""
+    small = micro.split.small(shape, state)
+    places = [lax.iota(np.uint32, size) for size in small]
+    places[state.dim] = micro.entries(places[state.dim], state.inner)
+    return threefry.numbers(places, shape)
+
+
+def _of_group(keys: Value, micro: Micro) -> Value:
+    """The keys once for each group, where there are several: of threefry's operands, `vmap` has to map all or
+    none, since a CPU takes them in one shape alone.
+    """
+    if micro.split.groups == 1:
+        return keys
+    nothing = (micro.group ^ micro.group).astype(np.uint32)
+    return jax.random.wrap_key_data(jax.random.key_data(keys) ^ nothing, impl=threefry.IMPLEMENTATION)
+
+
+def gamma(case: Case) -> Outcome:
+    """Gamma numbers, each of a key that is split off by how many there are."""
+    outcome, (key, a) = elementwise(case), case.states
+    return outcome if key.is_rows or not a.is_rows else _folded(case, outcome.states[0])
+
+
+def _folded(case: Case, out: State, **params: Any) -> Outcome:
+    """The equation with another key in each microbatch."""
+    case.folded.append(case.line)
+
+    def emit(args: Sequence[Value], micro: Micro) -> list[Value]:
+        fold: Callable[..., Any] = jax.random.fold_in
+        for _ in case.shape(0):
+            fold = jax.vmap(fold, (0, None))
+        return bind(case.eqn, [fold(args[0], micro.number), *args[1:]], {**case.params, **params})
+
+    return Outcome((out,), emit)
