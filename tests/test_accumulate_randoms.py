@@ -73,7 +73,8 @@ def dropped(kept: Any) -> Callable[..., Any]:
 
     def loss(w: Any, x: Any, key: Any) -> Any:
         drawn = kept(key)
-        return jnp.mean(((x * drawn.astype(jnp.float32)) @ w) ** 2), drawn
+        wide = 8 * drawn.dtype.itemsize if jnp.issubdtype(drawn.dtype, jnp.unsignedinteger) else 0
+        return jnp.mean(((x * (drawn.astype(jnp.float32) * 2.0**-wide)) @ w) ** 2), drawn
 
     return graded(loss, has_aux=True)
 

@@ -42,7 +42,7 @@ def random(case: Case) -> Outcome:
     aval: Any = case.eqn.outvars[0].aval
 
     def emit(args: Sequence[Value], micro: Micro) -> list[Value]:
-        keys, counts = _of_group(args[0], micro), _numbers(case.params["shape"], drawn, micro)
+        keys, counts = _in_group(args[0], _numbers(case.params["shape"], drawn, micro), micro)
         if case.name == "random_split":
             return [threefry.split(keys, counts)]
         return [threefry.bits(keys, counts, aval.dtype)]
@@ -58,14 +58,15 @@ def _numbers(shape: Sequence[int], state: State, micro: Micro) -> Counts:
     return threefry.numbers(places, shape)
 
 
-def _of_group(keys: Value, micro: Micro) -> Value:
-    """The keys once for each group, where there are several: of threefry's operands, `vmap` has to map all or
-    none, since a CPU takes them in one shape alone.
+def _in_group(keys: Value, counts: Counts, micro: Micro) -> tuple[Value, Counts]:
+    """Keys and numbers, all of them each group's own, not the low words alone: threefry's operands have one
+    shape, and `vmap` does not see to that.
     """
     if micro.split.groups == 1:
-        return keys
+        return keys, counts
     nothing = (micro.group ^ micro.group).astype(np.uint32)
-    return jax.random.wrap_key_data(jax.random.key_data(keys) ^ nothing, impl=threefry.IMPLEMENTATION)
+    data, (high, low) = jax.random.key_data(keys) ^ nothing, counts
+    return jax.random.wrap_key_data(data, impl=threefry.IMPLEMENTATION), (high ^ nothing, low)
 
 
 def gamma(case: Case) -> Outcome:

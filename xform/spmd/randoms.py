@@ -20,7 +20,7 @@ from xform.spmd.layout import Dim, Grid, Laid, Piece, whole
 from xform.spmd.values import Val
 from xform.spmd.walk import Walk
 from xform.threefry import Counts
-from xform.trace import JaxprEqn, Value, at_source, bind, shape_of
+from xform.trace import JaxprEqn, Value, at_source, shape_of
 
 
 def random_bits(walk: Walk, eqn: JaxprEqn, vals: list[Val]) -> list[Val]:
@@ -69,10 +69,10 @@ def words(walk: Walk, eqn: JaxprEqn, vals: list[Val]) -> list[Val]:
 
     def maker(number: int) -> Callable[[Laid], Value]:
         def make(want: Laid) -> Value:
+            assigned = walk.choice.combined(form, [], [(number, want)])
             with at_source(eqn, prefix):
-                found = bind(eqn, [walk.get(v, want) for v in vals], eqn.params)
-            other = made[1 - number]
-            walk.scope.forms.setdefault(other, {})[want] = (found[1 - number], walk.phase)
+                found = [walk.get(val, want) for val in walk.bound(eqn, form, vals, assigned)]
+            walk.scope.forms.setdefault(made[1 - number], {})[want] = (found[1 - number], walk.phase)
             return found[number]
 
         return make
