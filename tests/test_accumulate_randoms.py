@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from tests import public
 from tests.test_accumulate import BATCH, IN, OUT, W, X, Y, agree, graded, loops
 from xform import Accumulate, Plan, Remat, Roll, Shard, parallelize
 from xform.axes import find_axes
@@ -228,6 +229,17 @@ def test_flax_dropout_draws_the_whole_batchs_numbers_and_counts_on() -> None:
         return value, counts, jax.tree.leaves(gradients)
 
     assert FOLDED not in str(same(step, params, rest, X, Y).report)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_public_models_with_dropout_have_the_whole_batchs_gradients(name: str) -> None:
+    """Slow: traces and compiles a public model twice."""
+    loss, args = public.PUBLIC[name](dropout=0.3, layers=1, batch=8)
+    step = lambda params, batch: jax.value_and_grad(loss)(params, batch)  # noqa: E731
+    found = parallelize(step, Plan({}, (Accumulate(steps=4),)))
+    assert FOLDED not in str(found.trace(*args).report)
+    agree(found(*args), jax.jit(step)(*args), 5e-5)  # sums of some hundred tokens, through layers of them
 
 
 # ---------------------------------------------------------------- on meshes
