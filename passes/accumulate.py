@@ -154,7 +154,7 @@ class Accumulate:
         for line in found.folded:
             report.did(
                 "accumulate",
-                "random numbers of a key of each microbatch's own",
+                "random numbers of each microbatch's own",
                 "others than the whole batch draws, of the same distribution: threefry2x32 keys and"
                 " jax_threefry_partitionable draw the same, but for gamma",
                 line,

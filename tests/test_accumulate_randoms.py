@@ -20,7 +20,7 @@ from xform.higher_order import equations
 from xform.trace import shape_of, trace_flat, typeof
 
 KEY = jax.random.key(7)
-FOLDED = "a key of each microbatch's own"
+FOLDED = "random numbers of each microbatch's own"
 
 
 def each(draw: Callable[..., Any], keys: Any) -> Any:
@@ -275,6 +275,21 @@ def test_keys_whose_bits_depend_on_the_whole_shape_are_others_in_each_microbatch
         report = str(found.trace(*args).report)
     assert len({row.tobytes() for row in np.asarray(drawn)}) > 8
     assert FOLDED in report and "(test_accumulate_randoms.py:" in report
+
+
+OF_ROWS: dict[str, Callable[[Any], Any]] = {
+    "bits": lambda k: each(five, jax.random.split(k, BATCH)),
+    "split": lambda k: each(lambda k: each(one, jax.random.split(k, IN)), jax.random.split(k, BATCH)),
+    "fold_in": lambda k: each(lambda i: five(jax.random.fold_in(k, i)), jnp.arange(BATCH)),
+}
+
+
+@pytest.mark.parametrize("name", OF_ROWS)
+@pytest.mark.parametrize("impl", ["rbg", "unsafe_rbg"])
+def test_keys_of_rows_that_draw_together_are_told(impl: str, name: str) -> None:
+    step = dropped(OF_ROWS[name])
+    program = parallelize(step, Plan({}, (Accumulate(steps=4),))).trace(W, X, jax.random.key(7, impl=impl))
+    assert loops(program.jaxpr, 4) and FOLDED in str(program.report)
 
 
 def test_gamma_numbers_of_the_data_alone_are_drawn_once_and_of_weights_with_keys_of_their_own() -> None:

@@ -3,7 +3,7 @@
     random_bits[shape=(12, 5)] key   ->   threefry2x32 of the key and of the numbers of this microbatch's rows
 
 Where the bits of an element follow from its number (`threefry`), values and gradients are those of the whole
-batch. Else a microbatch draws with a key of its own, and the line is kept (`Case.folded`).
+batch. Else a microbatch draws numbers of its own, and the line is kept (`Case.folded`).
 """
 
 from __future__ import annotations
@@ -22,12 +22,20 @@ from xform.batch.states import SAME, Case, Micro, Mixes, Outcome, State, rowwise
 from xform.threefry import Counts
 from xform.trace import Value, bind
 
+TOGETHER = frozenset(
+    [
+        ("random_bits", "key<rbg>"),
+        *((f"random_{name}", "key<urbg>") for name in ("bits", "fold_in", "gamma", "split")),
+    ]
+)
+"""Operations, and types of keys of which several draw together: each draws other numbers among fewer."""
+
 
 def random(case: Case) -> Outcome:
     """Bits, or keys that are split off: [*keys, *shape], of keys [*keys]."""
     key = case.states[0]
-    if key.is_rows:  # the rows' own
-        return case.everywhere(rowwise(case))
+    if key.is_rows:
+        return _of_rows(case, case.everywhere(rowwise(case)))
     if key.is_part:
         raise Mixes("a key that is a sum over the batch")
     out = case.new_rows()
@@ -69,10 +77,25 @@ def _in_group(keys: Value, counts: Counts, micro: Micro) -> tuple[Value, Counts]
     return jax.random.wrap_key_data(data, impl=threefry.IMPLEMENTATION), (high ^ nothing, low)
 
 
+def fold_in(case: Case) -> Outcome:
+    """Keys with numbers folded in."""
+    return _of_rows(case, elementwise(case))
+
+
 def gamma(case: Case) -> Outcome:
     """Gamma numbers, each of a key that is split off by how many there are."""
     outcome, (key, a) = elementwise(case), case.states
-    return outcome if key.is_rows or not a.is_rows else _folded(case, outcome.states[0])
+    if key.is_rows or not a.is_rows:
+        return _of_rows(case, outcome)
+    return _folded(case, outcome.states[0])
+
+
+def _of_rows(case: Case, outcome: Outcome) -> Outcome:
+    """What is drawn with keys of the rows' own, told where the rows beside have a part in it."""
+    aval: Any = case.eqn.invars[0].aval
+    if outcome.states[0].is_rows and (case.name, str(aval.dtype)) in TOGETHER:
+        case.folded.append(case.line)
+    return outcome
 
 
 def _folded(case: Case, out: State, **params: Any) -> Outcome:

@@ -16,7 +16,7 @@ from xform.axes.rules import ELEMENTWISE
 from xform.batch.elementwise import elementwise
 from xform.batch.indexing import gather, scatter
 from xform.batch.products import convolution, dot_general, operation, without
-from xform.batch.randoms import gamma, random
+from xform.batch.randoms import fold_in, gamma, random
 from xform.batch.states import (
     MAX,
     MIN,
@@ -341,6 +341,7 @@ RULES: dict[str, Rule] = {
     "name": named,
     "optimization_barrier": each,
     "pad": pad,
+    "random_fold_in": fold_in,
     "random_gamma": gamma,
     "reshape": reshape,
     "slice": slice_,
