@@ -7,10 +7,11 @@
 
 The program that is about to be differentiated is cut where it has summed over the batch (`xform.batch`); what
 is before runs on each microbatch, what is after once, on the sums over all of them. So the result is that of
-the whole batch, whatever is done with the sums. A scan computes the sums and their gradients at once, as the
-loss is linear in one of them as a rule; where it is not, a second scan computes the gradient when it is known
-how the loss depends on each. Casts of weights stay in the microbatch, where they cost no memory; stacked
-weights and products of weights are made once.
+the whole batch, whatever is done with the sums; random numbers are those that the whole batch draws for the
+rows, where they can be had alone (of threefry keys), else the report says so. A scan computes the sums and
+their gradients at once, as the loss is linear in one of them as a rule; where it is not, a second scan
+computes the gradient when it is known how the loss depends on each. Casts of weights stay in the microbatch,
+where they cost no memory; stacked weights and products of weights are made once.
 """
 
 from __future__ import annotations
@@ -152,8 +153,9 @@ class Accumulate:
         for line in found.folded:
             report.did(
                 "accumulate",
-                "random numbers of a key of each microbatch's own",
-                "others than the whole batch draws, of the same distribution",
+                "random numbers of each microbatch's own",
+                "others than the whole batch draws, of the same distribution: threefry2x32 keys and"
+                " jax_threefry_partitionable draw the same, but for gamma",
                 line,
             )
 

@@ -388,28 +388,6 @@ def test_a_rule_of_a_derivative_that_mixes_rows_is_declined() -> None:
     assert "a sum over the batch is used for each of its rows" in note
 
 
-# ---------------------------------------------------------------- random numbers
-
-
-@pytest.mark.parametrize("key", [jax.random.key(3), jax.random.PRNGKey(3)], ids=["typed", "raw"])
-def test_each_microbatch_draws_with_a_key_of_its_own(key: Any) -> None:
-    def loss(w: Any, x: Any, key: Any) -> Any:
-        kept = jax.random.bernoulli(key, 0.5, (BATCH, 200))
-        return jnp.mean(jnp.where(kept, (x @ w)[:, :1], 0)), kept
-
-    ((_, kept), _), program = accumulated(graded(loss, has_aux=True), W, X, key)
-    assert len({row.tobytes() for row in np.asarray(kept)}) == BATCH
-    assert abs(float(kept.mean()) - 0.5) < 0.05
-    assert "others than the whole batch draws, of the same distribution" in str(program.report)
-
-
-def test_what_is_drawn_for_no_row_is_the_same() -> None:
-    loss = lambda w, x, y, key: squares(w * jax.random.bernoulli(key, 0.5, w.shape), x, y)  # noqa: E731
-    found, program = accumulated(graded(loss), W, X, Y, jax.random.key(1))
-    agree(found, graded(loss)(W, X, Y, jax.random.key(1)))
-    assert "drawn" not in str(program.report)
-
-
 # ---------------------------------------------------------------- options
 
 

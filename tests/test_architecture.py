@@ -27,6 +27,7 @@ LAYERS = (
     "graph",  # a jaxpr as a graph
     "printing",  # programs as text, diffs, pages
     "axes",  # which dimensions are the same axis
+    "threefry",  # random bits of some elements of an array
     "regions",  # what works element by element
     "roles",  # what each axis is, and each input
     "batch",  # what becomes of the rows of a batch

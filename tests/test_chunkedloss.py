@@ -327,6 +327,17 @@ def test_chunks_that_do_not_divide_the_length_are_filled_up(loss: Callable, chun
     assert max(sizes(program.original)) == BATCH * rows
 
 
+def dropped(logits: Any, labels: Any) -> Any:
+    kept = jax.random.bernoulli(jax.random.key(1), 0.7, logits.shape)
+    return integer_labels(jnp.where(kept, logits, -3.0), labels)
+
+
+@pytest.mark.parametrize("chunks", [4, 5])
+def test_chunks_draw_the_random_numbers_of_the_whole_loss(chunks: int) -> None:
+    program = agrees(model(plain, dropped), arguments(), ChunkedLoss(chunks))
+    assert max(sizes(program.original)) == BATCH * -(-LENGTH // chunks)
+
+
 def shifted(head: Callable) -> Callable:
     """Each token predicts the next, of logits of all of them."""
 

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.extend.random import threefry2x32_p
 from jax.sharding import PartitionSpec as P
 
 from tests.shards import parted
-from xform.spmd.randoms import times
 
 SIZES = {"fsdp": 2, "tensor": 4}
 
@@ -136,9 +136,26 @@ def test_dropout_in_a_loop_under_grad_is_made_on_the_parts() -> None:
     assert made.moves() == [] and set(made.shapes("threefry2x32")) == {(3, 1)}
 
 
-@pytest.mark.parametrize("factor", [1, 7, (1 << 32) - 1, 1 << 32, (5 << 32) + 3, (1 << 63) + 12345])
-def test_numbers_beyond_32_bits_are_multiplied_in_two_words(factor: int) -> None:
-    x = np.array([0, 1, 3, 65537, (1 << 31) + 5, (1 << 32) - 1], np.uint32)
-    high, low = times(jnp.asarray(x), factor)
-    got = [int(h) * (1 << 32) + int(w) for h, w in zip(high, low, strict=True)]
-    assert got == [int(each) * factor % (1 << 64) for each in x]
+def words_of(k: Any) -> Any:
+    """Bits of rows 13 to 20, each 5 long, as a program spells them itself."""
+    data = jax.random.key_data(k)
+    rows = lax.iota(np.uint32, 8) + np.uint32(13)
+    low = rows[:, None] * np.uint32(5) + lax.iota(np.uint32, 5)
+    halves = (lax.broadcast_in_dim(half, low.shape, ()) for half in data)
+    high, low = threefry2x32_p.bind(*halves, jnp.zeros_like(low), low)
+    return high ^ low
+
+
+def test_words_of_numbers_that_are_counted_are_made_on_the_parts_and_once() -> None:
+    made = parted(words_of, [key()], SIZES, [P()], P("tensor"))
+    assert made.moves() == [] and made.shapes("threefry2x32") == [(2, 5)]
+
+
+def test_words_of_keys_of_an_argument_are_made_where_those_lie() -> None:
+    def draw(data: Any) -> Any:
+        zeros = jnp.zeros_like(data)
+        return threefry2x32_p.bind(data, data + np.uint32(1), zeros, zeros + np.uint32(7))[1]
+
+    data = np.arange(24, dtype=np.uint32).reshape(8, 3)
+    made = parted(draw, [data], SIZES, [P("tensor")], P("tensor"))
+    assert made.moves() == [] and made.shapes("threefry2x32") == [(2, 3)]

@@ -41,7 +41,7 @@ def _each(f: Factors, eqn: JaxprEqn, ins: list[Shape]) -> list[Shape]:
 
 
 def _same(f: Factors, eqn: JaxprEqn, ins: list[Shape]) -> list[Shape]:
-    """All operands and results have the same dimensions: cumsum, rev, sort."""
+    """All operands and results have the same dimensions: cumsum, sort, threefry2x32."""
     for other in ins[1:]:
         f.tie(ins[0], other)
     return [ins[0]] * len(eqn.outvars)
@@ -372,12 +372,12 @@ def _names(names: str, rule: Rule) -> dict[str, Rule]:
 
 RULES: dict[str, Rule] = {
     **_names(
-        "iota empty empty2 axis_index platform_index random_seed rng_uniform create_token rng_bit_generator",
+        "iota empty empty2 axis_index platform_index rng_uniform create_token rng_bit_generator",
         fresh,
     ),
     **_names("device_put optimization_barrier psum pmax pmin ppermute pbroadcast psum_invariant", _each),
-    **_names("cumsum cumprod cummax cummin cumlogsumexp rev sort", _same),
-    **_names("random_clone freeze ref new_ref", _first),
+    **_names("cumsum cumprod cummax cummin cumlogsumexp rev sort threefry2x32", _same),
+    **_names("random_clone random_seed freeze ref new_ref", _first),
     **_names(
         "reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or reduce_xor argmax argmin", _reduce
     ),

@@ -27,6 +27,9 @@ from xform.trace import Jaxpr, JaxprEqn, Literal, Value, Var, body_effects, inli
 COSTLY = frozenset(["dot_general", "conv_general_dilated", "ragged_dot_general", "scan", "while", "stack"])
 """What is computed once, not in every microbatch, where no row goes into it."""
 
+DRAWN_WHOLE = frozenset(["random_gamma"])
+"""What draws other numbers for fewer rows: of the data alone, it is computed once, of the whole batch."""
+
 
 def flat(jaxpr: Jaxpr, also: int = -1) -> Jaxpr:
     """The program with the bodies of its outermost calls of jit, and of equation `also`, in their place."""
@@ -54,7 +57,7 @@ class Cut:
 
     data: variables with rows that are split among the microbatches; same: those that each takes whole, both
     inputs or results of `before`. parts: sums and others that microbatches give; gathered: the results that
-    they give row by row. folded: where random numbers are drawn for each row.
+    they give row by row. folded: where each microbatch draws numbers of its own.
     """
 
     jaxpr: Jaxpr
@@ -184,7 +187,9 @@ class _Cut:
             del self.folded[count:]
             self.mixed(i, free, why)
             return
-        if free and any(s.is_part for s in outcome.states):
+        others = len(self.folded) > count and eqn.primitive.name in DRAWN_WHOLE
+        if free and (others or any(s.is_part for s in outcome.states)):
+            del self.folded[count:]
             self.taken_whole(i)
             return
         if all(s.is_same for s in outcome.states) and outcome.states:

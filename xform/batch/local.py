@@ -32,7 +32,7 @@ from xform.trace import Atom, Jaxpr, JaxprEqn, Literal, Value, Var, at_equation,
 class Local:
     """A body with the state of each variable.
 
-    outcomes: one an equation; folded: where random numbers are drawn for each row.
+    outcomes: one an equation; folded: where each microbatch draws numbers of its own.
     """
 
     jaxpr: Jaxpr

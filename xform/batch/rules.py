@@ -12,12 +12,11 @@ from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import Any
 
-import jax
-
 from xform.axes.rules import ELEMENTWISE
 from xform.batch.elementwise import elementwise
 from xform.batch.indexing import gather, scatter
 from xform.batch.products import convolution, dot_general, operation, without
+from xform.batch.randoms import fold_in, gamma, random
 from xform.batch.states import (
     MAX,
     MIN,
@@ -78,6 +77,9 @@ def broadcast_in_dim(case: Case) -> Outcome:
         out = case.new_rows()
     if not out.is_rows:
         return case.everywhere(state)
+    sizes = dict(zip(case.params["broadcast_dimensions"], case.shape(0), strict=True))
+    if state.is_same and sizes.get(out.dim, 1) > 1:
+        raise Mixes("it has something for each row that is not known to be the row's")
     return with_params(case, out, shape=case.split.small(case.out_shape, out))
 
 
@@ -288,33 +290,8 @@ def iota(case: Case) -> Outcome:
     def emit(args: Sequence[Value], micro: Micro) -> list[Value]:
         (count,) = bind(case.eqn, args, {**case.params, "shape": shape})
         if d == out.dim:  # the number of the row in the whole batch
-            count = micro.in_batch(count // out.inner) * out.inner + count % out.inner
+            count = micro.entries(count, out.inner)
         return [count]
-
-    return Outcome((out,), emit)
-
-
-def random(case: Case) -> Outcome:
-    """Numbers drawn for each row: another key in each microbatch, or the keys are the rows' own."""
-    key = case.states[0]
-    if key.is_rows:
-        return case.everywhere(rowwise(case))
-    if key.is_part:
-        raise Mixes("a key that is a sum over the batch")
-    out = case.new_rows()
-    if not out.is_rows:
-        return case.everywhere(SAME)
-    lead = len(case.shape(0))
-    if out.dim < lead:
-        raise Mixes("a key for each row, of which it is not known whose it is")
-    case.folded.append(case.line)
-    shape = case.split.small(case.out_shape, out)[lead : lead + len(case.params["shape"])]
-
-    def emit(args: Sequence[Value], micro: Micro) -> list[Value]:
-        fold: Callable[..., Any] = jax.random.fold_in
-        for _ in range(lead):
-            fold = jax.vmap(fold, (0, None))
-        return bind(case.eqn, [fold(args[0], micro.number)], {**case.params, "shape": shape})
 
     return Outcome((out,), emit)
 
@@ -336,7 +313,7 @@ def _all(names: str, rule: Rule) -> dict[str, Rule]:
 
 
 RULES: dict[str, Rule] = {
-    **dict.fromkeys(sorted(ELEMENTWISE), elementwise),
+    **dict.fromkeys((*sorted(ELEMENTWISE), "threefry2x32"), elementwise),
     **_all("reduce_sum reduce_max reduce_min reduce_and reduce_or reduce_prod reduce_xor", reduce),
     **_all("argmax argmin", argmax),
     **_all("cumsum cumprod cummax cummin cumlogsumexp rev", cumulative),
@@ -364,6 +341,8 @@ RULES: dict[str, Rule] = {
     "name": named,
     "optimization_barrier": each,
     "pad": pad,
+    "random_fold_in": fold_in,
+    "random_gamma": gamma,
     "reshape": reshape,
     "slice": slice_,
     "sort": _apart_from(_axis("dimension"), "it goes along the batch"),

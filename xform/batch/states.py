@@ -157,6 +157,10 @@ class Micro:
         row = row * self.split.steps + self.index.astype(row.dtype)
         return jnp.minimum(row, self.split.whole - 1) if self.split.spare else row
 
+    def entries(self, entry: Value, inner: int) -> Value:
+        """The numbers in the whole batch of entries here, where each row is `inner` entries long."""
+        return self.in_batch(entry // inner) * inner + entry % inner
+
     def here(self, row: Value) -> Value:
         """The number here of a row of the whole batch."""
         row = row // self.split.steps
@@ -209,7 +213,7 @@ class Case:
     states: Sequence[State]
     scope: Scope
     batch: Batch
-    folded: list[str]  # the lines of the user's source at which random numbers are drawn for each row
+    folded: list[str]  # the lines of the user's source at which each microbatch draws numbers of its own
 
     @property
     def name(self) -> str:

@@ -280,7 +280,9 @@ CHOOSES: dict[str, Callable[[dict[str, Any]], Sequence[int]]] = {
 
 COMPARES = frozenset(("eq", "ge", "gt", "le", "lt", "ne"))
 
-COMPUTES = frozenset((*CHOOSES, *COMPARES, "dot_general", "sort", "random_bits", "reduce_sum"))
+COMPUTES = frozenset(
+    (*CHOOSES, *COMPARES, "dot_general", "sort", "random_bits", "threefry2x32", "reduce_sum")
+)
 """Primitives whose results are no longer their operands' values."""
 
 
