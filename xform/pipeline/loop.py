@@ -494,6 +494,9 @@ class _Sweep:
     ) -> Own:
         """A stage's tick: what has come is put where it waits, the work is done, and its result sent on."""
         own = dict(own)
+        # Numbers that are the same at every tick of a loop are not to be known: an update in place at a known
+        # number is one that the compiler makes in a copy.
+        cols = jax.lax.optimization_barrier(dict(cols))
         fixed = {name: own.pop(name) for name in ("rows", "layers", "valid")}
         for name, put in (("", "put"), ("_back", "put_back")):
             if "waiting" + name in own and (tick.forward if not name else tick.back):

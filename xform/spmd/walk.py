@@ -129,7 +129,7 @@ class Walk(Holding):
             if wish is not None and isinstance(v, Var):
                 known.setdefault(v, wish)
         added, waiting = terms(jaxpr), waiting_of(jaxpr, waits)
-        known = {v: wish for v, wish in known.items() if v not in waiting}
+        known |= {v: known[v].without(self.batch) for v in waiting if v in known}
 
         def read(atom: Any) -> Val:
             if isinstance(atom, Literal):
@@ -144,7 +144,7 @@ class Walk(Holding):
                 if eqn.primitive.name == "sharding_constraint" and eqn.invars[0] in waiting:
                     outs = vals
                 else:
-                    outs = self.equation(eqn, vals, [known.get(v) for v in eqn.outvars], added)
+                    outs = self.equation(eqn, vals, [known.get(v) for v in eqn.outvars], added | waiting)
             if self.phase and outs and (own := self.scope.forms.get(outs[0])) and outs[0].make is None:
                 self.scope.later = next(iter(own.values()))[0]
             self.phase = phase

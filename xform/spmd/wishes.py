@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -37,6 +37,14 @@ class Wish:
                 for i, (dim, own) in enumerate(zip(self.laid.dims, laid.dims, strict=True))
             )
         )
+
+
+    def without(self, axes: Collection[str]) -> Wish:
+        """The same but for these mesh axes, of which it says nothing."""
+        dims = tuple(
+            tuple(Piece(p.size, tuple(a for a in p.axes if a not in axes)) for p in dim) for dim in self.laid.dims
+        )
+        return Wish(Laid(dims), self.free)
 
 
 def wish_of(eqn: JaxprEqn, parts: Parts) -> Wish | None:
