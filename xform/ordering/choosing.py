@@ -1,0 +1,221 @@
+"""Which arrays are stored in the order of the stages, and what is still moved then.
+
+What hangs together has one order, the one that its reorderings ask for, where an array that is stored hangs
+with it, and where fewer bytes move in a step than in the model's own order.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping
+
+from xform.ops.rows import reorder_of
+from xform.ordering.ties import Dims, Place, Ties, Use
+from xform.state import Left, Order, Reordered
+from xform.state.groups import size
+from xform.trace import Atom, Jaxpr, source_line
+
+Rows = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """Rows of operand or result `number` along `dim` are put from one order into another; None: the model's
+    own. node: the one that has an order.
+    """
+
+    of_result: bool
+    number: int
+    dim: int
+    held: Rows | None
+    wanted: Rows | None
+    node: int
+
+
+class Choice:
+    """The order of each node of a program.
+
+    state: output -> the input that it is at the next call. keep: inputs that are not to be stored otherwise.
+    in_orders, out_orders: of the inputs and outputs.
+    """
+
+    def __init__(self, jaxpr: Jaxpr, state: Mapping[int, int], keep: Collection[int]) -> None:
+        self.jaxpr, self.ties = jaxpr, Ties(jaxpr)
+        self._state = {
+            out: number
+            for out, number in state.items()
+            if jaxpr.outvars[out].aval.str_short() == jaxpr.invars[number].aval.str_short()
+        }
+        self._keep = {*keep, *(n for out, n in state.items() if out not in self._state)}
+        for out, number in self._state.items():
+            pair = self._dims(jaxpr.outvars[out]), self._dims(jaxpr.invars[number])
+            for a, b in zip(*pair, strict=True):
+                self.ties.tie(a, b)
+        self._orders: dict[int, Rows] = {}
+        self._refused: dict[int, tuple[str, int]] = {}
+        self._stored = self._candidates()
+        self._choose()
+        self.in_orders = [self._stored_as(number) for number in range(len(jaxpr.invars))]
+        self.out_orders = [
+            self.in_orders[self._state[out]] if out in self._state else None
+            for out in range(len(jaxpr.outvars))
+        ]
+
+    # ------------------------------------------------------------ what others ask
+
+    def order(self, node: int | None) -> Rows | None:
+        return None if node is None else self._orders.get(self.ties.find(node))
+
+    def cancels(self, use: Use) -> bool:
+        """Whether an equation is a reordering of what is stored so."""
+        op = reorder_of(use.eqn)
+        return op is not None and use.own is not None and self.order(use.own) == op.order
+
+    def moves(self, place: Place, use: Use) -> list[Move]:
+        """What is moved before and after an equation."""
+        if self.cancels(use):
+            return []
+        taken, given = ([self.ties.dims(place[0], v) for v in vs] for vs in (use.eqn.invars, use.eqn.outvars))
+        return [*self._moves(False, taken, use.operands), *self._moves(True, use.results, given)]
+
+    def entering(self, number: int) -> list[Move]:
+        """What of an input is moved before all else."""
+        atom, order = self.jaxpr.invars[number], self.in_orders[number]
+        return [dataclasses.replace(m, held=m.wanted, wanted=m.held) for m in self._border(atom, order)]
+
+    def leaving(self, number: int) -> list[Move]:
+        """What of an output is moved at last."""
+        return self._border(self.jaxpr.outvars[number], self.out_orders[number])
+
+    # ------------------------------------------------------------ what there is to tell
+
+    def left(self) -> tuple[Left, ...]:
+        """What is moved in a step, the same things added up; and what is not stored so, and why."""
+        told: collections.Counter[tuple[str, str, str]] = collections.Counter()
+        for *text, count in self._told():
+            what, why, where = text
+            told[what, why, where] += count
+        return tuple(Left(what, count, why, where) for (what, why, where), count in told.items())
+
+    def sums(self) -> tuple[Reordered, ...]:
+        """The sums that are taken over rows in another order."""
+        found = [
+            Reordered(f"a sum over {len(rows)} layers", source_line(eqn))
+            for eqn, node in self.ties.sums
+            if (rows := self.order(node)) is not None
+        ]
+        return tuple(dict.fromkeys(found))
+
+    def _told(self) -> Iterator[tuple[str, str, str, int]]:
+        for place, use in self.ties.uses.items():
+            name, where = use.eqn.primitive.name, source_line(use.eqn)
+            why = "not each layer is treated alone there"
+            if reorder_of(use.eqn) is not None:
+                why = "another order than what it is made of is stored in"
+            for atom, move in self._told_of(place, use):
+                what = f"what `{name}` gives" if move.of_result else f"what `{name}` takes"
+                yield f"put {what} in order, {atom.aval.str_short()}", why, where, _bytes(use, atom)
+        for kind, count, at in (
+            ("input", len(self.jaxpr.invars), self.entering),
+            ("output", len(self.jaxpr.outvars), self.leaving),
+        ):
+            atoms = self.jaxpr.invars if kind == "input" else self.jaxpr.outvars
+            for number in range(count):
+                if at(number) and not self.ties.is_constant((), atoms[number]):
+                    text = f"put an {kind} in order, {atoms[number].aval.str_short()}"
+                    yield text, "it is not of the state", "", size(atoms[number])
+        for node, (why, count) in self._refused.items():
+            for number in self._stored:
+                if node in self._roots(number):
+                    yield (
+                        f"left {self.jaxpr.invars[number].aval.str_short()} in its own order",
+                        why,
+                        "",
+                        count,
+                    )
+
+    def _told_of(self, place: Place, use: Use) -> Iterator[tuple[Atom, Move]]:
+        """The moves of an equation that cost something: constants, and what counts rows, are made so."""
+        for move in self.moves(place, use):
+            atom = (use.eqn.outvars if move.of_result else use.eqn.invars)[move.number]
+            if use.eqn.primitive.name != "iota" and not self.ties.is_constant(place[0], atom):
+                yield atom, move
+
+    # ------------------------------------------------------------ choosing
+
+    def _dims(self, atom: Atom) -> Dims:
+        return self.ties.dims((), atom)
+
+    def _roots(self, number: int) -> set[int]:
+        return {self.ties.find(n) for n in self._dims(self.jaxpr.invars[number]) if n is not None}
+
+    def _candidates(self) -> list[int]:
+        """The inputs that may be stored: those that come back, and what reordered arrays are made of."""
+        asking = [
+            use.own
+            for use in self.ties.uses.values()
+            if use.own is not None and (op := reorder_of(use.eqn)) is not None and not op.goes_back
+        ]
+        weights = self.ties.behind(asking)
+        back = set(self._state.values())
+        return [
+            number
+            for number, v in enumerate(self.jaxpr.invars)
+            if number not in self._keep and (number in back or not weights.isdisjoint(self._dims(v)))
+        ]
+
+    def _choose(self) -> None:
+        """Gives nodes the order that is asked for most, but those that have to be in the model's own, and
+        those of which more bytes would be moved so.
+        """
+        asked: dict[int, collections.Counter[Rows]] = {}
+        for use in self.ties.uses.values():
+            if use.own is not None and (op := reorder_of(use.eqn)) is not None:
+                counts = asked.setdefault(self.ties.find(use.own), collections.Counter())
+                counts[op.order] += _bytes(use, use.eqn.invars[0])
+        fixed = {self.ties.find(node): why for node, why in self.ties.fixed.items()}
+        for node in sorted({node for number in self._stored for node in self._roots(number)} & set(asked)):
+            if node in fixed:
+                self._refused[node] = fixed[node], asked[node].total()
+            else:
+                self._orders[node] = asked[node].most_common(1)[0][0]
+        costs: collections.Counter[int] = collections.Counter()
+        for place, use in self.ties.uses.items():
+            for atom, move in self._told_of(place, use):
+                costs[self.ties.find(move.node)] += _bytes(use, atom)
+        for number in set(range(len(self.jaxpr.invars))).difference(self._stored):
+            costs.update(dict.fromkeys(self._roots(number), size(self.jaxpr.invars[number])))
+        for node in [node for node in self._orders if costs[node] > asked[node].total()]:
+            del self._orders[node]
+            self._refused[node] = f"by stage, {costs[node]} bytes of it would be moved", asked[node].total()
+
+    def _stored_as(self, number: int) -> Order | None:
+        if number in self._stored:
+            for d, node in enumerate(self._dims(self.jaxpr.invars[number])):
+                if (rows := self.order(node)) is not None:
+                    return Order(rows, d)
+        return None
+
+    def _moves(self, of_result: bool, held: Collection[Dims], wanted: Collection[Dims]) -> Iterator[Move]:
+        for number, (mine, theirs) in enumerate(zip(held, wanted, strict=True)):
+            for d, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+                before, after = self.order(a), self.order(b)
+                if before != after:
+                    node = b if before is None else a
+                    assert node is not None
+                    yield Move(of_result, number, d, before, after, node)
+
+    def _border(self, atom: Atom, order: Order | None) -> list[Move]:
+        moves = []
+        for d, node in enumerate(self._dims(atom)):
+            inside = self.order(node)
+            outside = order.rows if order is not None and order.dim == d else None
+            if inside != outside:
+                moves.append(Move(False, 0, d, inside, outside, -1 if node is None else node))
+        return moves
+
+
+def _bytes(use: Use, atom: Atom) -> int:
+    """What it takes a step to move an operand or result of an equation."""
+    return size(atom) * use.turns
