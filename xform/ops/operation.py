@@ -46,7 +46,8 @@ class Operation(Protocol):
     over the parts (`sums_of`). `told`, letters of both whose mesh axes it is told by `over(axes)`, which
     gives the operation on a part (`on_parts`); such parts are blocks, and it may use collectives over them.
     `wider(dtype)`: the operation that gives its terms of a weight's gradient in a wider dtype. `back`: it is
-    linear in its one operand, and gradients of its result become the operand's by this operation.
+    linear in its one operand, and gradients of its result become the operand's by this operation. `batched`:
+    the operation on arrays that all have a dimension more, in front.
     """
 
     @property
@@ -211,7 +212,8 @@ def _batch(args: Sequence[Value], dims: Sequence[Any], *, op: Any, jaxpr: Jaxpr)
     del jaxpr
     mapped = tuple(isinstance(d, (int, np.integer)) for d in dims)
     moved = [jnp.moveaxis(x, int(d), 0) if m else x for x, d, m in zip(args, dims, mapped, strict=True)]
-    outs = apply(Mapped(op, mapped), *moved)
+    whole = getattr(op, "batched", None) if all(mapped) else None
+    outs = apply(Mapped(op, mapped) if whole is None else whole, *moved)
     return outs, [0] * len(outs)
 
 

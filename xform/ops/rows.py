@@ -57,6 +57,10 @@ class Reorder:
         return dataclasses.replace(self, goes_back=not self.goes_back)
 
     @property
+    def batched(self) -> Reorder:
+        return dataclasses.replace(self, rank=self.rank + 1, dim=self.dim + 1)
+
+    @property
     def taken(self) -> tuple[int, ...]:
         """For each new row the old one that it is."""
         return inverse(self.order) if self.goes_back else self.order

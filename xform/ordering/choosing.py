@@ -74,10 +74,14 @@ class Choice:
 
     def moves(self, place: Place, use: Use) -> list[Move]:
         """What is moved before and after an equation."""
-        if self.cancels(use):
-            return []
+        wanted, made = use.operands, use.results
+        if use.own is not None and not self.cancels(use):
+            wanted, made = (
+                [tuple(None if node == use.own else node for node in dims) for dims in side]
+                for side in (wanted, made)
+            )
         taken, given = ([self.ties.dims(place[0], v) for v in vs] for vs in (use.eqn.invars, use.eqn.outvars))
-        return [*self._moves(False, taken, use.operands), *self._moves(True, use.results, given)]
+        return [*self._moves(False, taken, wanted), *self._moves(True, made, given)]
 
     def entering(self, number: int) -> list[Move]:
         """What of an input is moved before all else."""
@@ -109,10 +113,14 @@ class Choice:
 
     def _told(self) -> Iterator[tuple[str, str, str, int]]:
         for place, use in self.ties.uses.items():
-            name, where = use.eqn.primitive.name, source_line(use.eqn)
+            op, name, where = reorder_of(use.eqn), use.eqn.primitive.name, source_line(use.eqn)
             why = "not each layer is treated alone there"
-            if reorder_of(use.eqn) is not None:
-                why = "another order than what it is made of is stored in"
+            if op is not None:
+                name, why = op.name, "what it is made of is stored in another order"
+                node = None if use.own is None else self.ties.find(use.own)
+                if node not in self._orders and node not in self._refused:
+                    text = f"left `{name}` of {use.eqn.invars[0].aval.str_short()}"
+                    yield text, "nothing that is stored hangs with it", where, _bytes(use, use.eqn.invars[0])
             for atom, move in self._told_of(place, use):
                 what = f"what `{name}` gives" if move.of_result else f"what `{name}` takes"
                 yield f"put {what} in order, {atom.aval.str_short()}", why, where, _bytes(use, atom)
@@ -127,7 +135,7 @@ class Choice:
                     yield text, "it is not of the state", "", size(atoms[number])
         for node, (why, count) in self._refused.items():
             for number in self._stored:
-                if node in self._roots(number):
+                if node in self._roots(self.jaxpr.invars[number]):
                     yield (
                         f"left {self.jaxpr.invars[number].aval.str_short()} in its own order",
                         why,
@@ -147,8 +155,8 @@ class Choice:
     def _dims(self, atom: Atom) -> Dims:
         return self.ties.dims((), atom)
 
-    def _roots(self, number: int) -> set[int]:
-        return {self.ties.find(n) for n in self._dims(self.jaxpr.invars[number]) if n is not None}
+    def _roots(self, atom: Atom) -> set[int]:
+        return {self.ties.find(n) for n in self._dims(atom) if n is not None}
 
     def _candidates(self) -> list[int]:
         """The inputs that may be stored: those that come back, and what reordered arrays are made of."""
@@ -175,7 +183,8 @@ class Choice:
                 counts = asked.setdefault(self.ties.find(use.own), collections.Counter())
                 counts[op.order] += _bytes(use, use.eqn.invars[0])
         fixed = {self.ties.find(node): why for node, why in self.ties.fixed.items()}
-        for node in sorted({node for number in self._stored for node in self._roots(number)} & set(asked)):
+        hung = [node for number in self._stored for node in self._roots(self.jaxpr.invars[number])]
+        for node in sorted(set(hung) & set(asked)):
             if node in fixed:
                 self._refused[node] = fixed[node], asked[node].total()
             else:
@@ -184,8 +193,10 @@ class Choice:
         for place, use in self.ties.uses.items():
             for atom, move in self._told_of(place, use):
                 costs[self.ties.find(move.node)] += _bytes(use, atom)
-        for number in set(range(len(self.jaxpr.invars))).difference(self._stored):
-            costs.update(dict.fromkeys(self._roots(number), size(self.jaxpr.invars[number])))
+        outside = [v for number, v in enumerate(self.jaxpr.invars) if number not in self._stored]
+        outside += [v for out, v in enumerate(self.jaxpr.outvars) if out not in self._state]
+        for atom in outside:
+            costs.update(dict.fromkeys(self._roots(atom), size(atom)))
         for node in [node for node in self._orders if costs[node] > asked[node].total()]:
             del self._orders[node]
             self._refused[node] = f"by stage, {costs[node]} bytes of it would be moved", asked[node].total()

@@ -37,7 +37,8 @@ ENTERED = (*CALLS, "cond", "scan", "while")
 class Use:
     """An equation, what dimensions of its operands are to have, and what those of its results have.
 
-    own: the node of that side of a reordering which has the model's own order; turns: how often it is done.
+    turns: how often it is done. own: the node of that side of a reordering which has the model's own order;
+    the other side's is None.
     """
 
     eqn: JaxprEqn
@@ -63,8 +64,7 @@ class Ties:
         self._parent: list[int] = []
         self._nodes: dict[tuple[Path, Var, int], int] = {}
         self._consts: dict[Path, frozenset[Var]] = {}
-        if found:
-            self._body((), jaxpr, 1)
+        self._body((), jaxpr, 1)
 
     # ------------------------------------------------------------ nodes
 
@@ -132,7 +132,7 @@ class Ties:
         for d in range(op.rank):
             if d != op.dim:
                 sides.tied([(False, 0, d), (True, 0, d)])
-        return sides.value((op.goes_back, 0, op.dim))
+        return sides.tied([(op.goes_back, 0, op.dim)])
 
     def _form(self, sides: _Sides, form: Form) -> None:
         """Factors that are dimensions by themselves, and are not told to be whole."""
@@ -225,9 +225,9 @@ class _Sides:
         for node in known:
             self.ties.tie(known[0], node)
         given = [node for side, node in values.items() if node is not None and not side[0]]
-        for side, node in values.items():
-            if side[0] and node is not None:
-                self.ties.leads.setdefault(node, []).extend(given)
+        for side, made in values.items():
+            if side[0] and made is not None:
+                self.ties.leads.setdefault(made, []).extend(given)
         return known[0]
 
     def dims(self, is_result: bool) -> tuple[Dims, ...]:

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from xform.higher_order import RULES, enter, hoist
-from xform.ops.rows import by_stage, in_own_order
+from xform.higher_order import RULES, enter, equations, hoist
+from xform.ops.rows import by_stage, in_own_order, reorder_of
 from xform.ordering.choosing import Choice, Move, Rows
 from xform.ordering.ties import Place, Use
 from xform.rewrite import Path, Site, rewrite
@@ -55,9 +55,9 @@ def stored_by_stage(jaxpr: Jaxpr, state: Mapping[int, int], keep: Collection[int
     state: output -> the input that it is at the next call; it comes back in the order in which it was given.
     keep: inputs that stay in the model's own order.
     """
-    choice = Choice(jaxpr, state, keep)
-    if not choice.ties.lengths:
+    if not any(reorder_of(eqn) for eqn in equations(jaxpr)):
         return None
+    choice = Choice(jaxpr, state, keep)
     moves = {place: choice.moves(place, use) for place, use in choice.ties.uses.items()}
     acting = [path for (path, i), use in choice.ties.uses.items() if moves[path, i] or choice.cancels(use)]
     around = {(path[:n], path[n][0]) for path in acting for n in range(len(path))}
@@ -97,7 +97,7 @@ class _Rewriting:
         if use is None:
             return None
         if self.choice.cancels(use):
-            return site.args
+            return self._given(self._taken(site, place), place)
         changes = place in self.around
         if site.name in RULES and (changes or self._is_ordered(use)):
             return self._with_rule(site, place, use)
