@@ -14,7 +14,7 @@ from xform.ops.rows import reorder_of
 from xform.ordering.ties import Dims, Place, Ties, Use
 from xform.state import Left, Order, Reordered
 from xform.state.groups import size
-from xform.trace import Atom, Jaxpr, source_line
+from xform.trace import Atom, Jaxpr
 
 Rows = tuple[int, ...]
 
@@ -105,15 +105,15 @@ class Choice:
     def sums(self) -> tuple[Reordered, ...]:
         """The sums that are taken over rows in another order."""
         found = [
-            Reordered(f"a sum over {len(rows)} layers", source_line(eqn))
-            for eqn, node in self.ties.sums
+            Reordered(f"a sum over {len(rows)} layers", self.ties.line(place))
+            for place, node in self.ties.sums
             if (rows := self.order(node)) is not None
         ]
         return tuple(dict.fromkeys(found))
 
     def _told(self) -> Iterator[tuple[str, str, str, int]]:
         for place, use in self.ties.uses.items():
-            op, name, where = reorder_of(use.eqn), use.eqn.primitive.name, source_line(use.eqn)
+            op, name, where = reorder_of(use.eqn), use.eqn.primitive.name, self.ties.line(place)
             why = "not each layer is treated alone there"
             if op is not None:
                 name, why = op.name, "what it is made of is stored in another order"
@@ -193,7 +193,7 @@ class Choice:
         for place, use in self.ties.uses.items():
             for atom, move in self._told_of(place, use):
                 costs[self.ties.find(move.node)] += _bytes(use, atom)
-        outside = [v for number, v in enumerate(self.jaxpr.invars) if number not in self._stored]
+        outside: list[Atom] = [v for number, v in enumerate(self.jaxpr.invars) if number not in self._stored]
         outside += [v for out, v in enumerate(self.jaxpr.outvars) if out not in self._state]
         for atom in outside:
             costs.update(dict.fromkeys(self._roots(atom), size(atom)))

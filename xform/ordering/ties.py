@@ -21,7 +21,7 @@ from xform.higher_order import bodies, carries, equations, operands, scan_parts
 from xform.ops.rows import Reorder, reorder_of
 from xform.rewrite import Path
 from xform.spmd.forms import Form, each_alone, form_of
-from xform.trace import Atom, Jaxpr, JaxprEqn, Var, shape_of
+from xform.trace import Atom, Jaxpr, JaxprEqn, Var, shape_of, source_line
 
 Place = tuple[Path, int]
 """An equation: the body in which it stands, and its number there."""
@@ -60,7 +60,7 @@ class Ties:
         self.uses: dict[Place, Use] = {}
         self.leads: dict[int, list[int]] = {}
         self.fixed: dict[int, str] = {}
-        self.sums: list[tuple[JaxprEqn, int]] = []
+        self.sums: list[tuple[Place, int]] = []
         self._parent: list[int] = []
         self._nodes: dict[tuple[Path, Var, int], int] = {}
         self._consts: dict[Path, frozenset[Var]] = {}
@@ -94,6 +94,12 @@ class Ties:
         """Both have one order."""
         if a is not None and b is not None:
             self._parent[self.find(a)] = self.find(b)
+
+    def line(self, place: Place) -> str:
+        """The user's line of an equation; of one inside a function of a library, that of its call."""
+        path, _ = place
+        own = source_line(self.uses[place].eqn)
+        return own if own or not path else self.line((path[:-1], path[-1][0]))
 
     def behind(self, nodes: list[int]) -> set[int]:
         """These nodes, and those that they are made of."""
@@ -150,7 +156,7 @@ class Ties:
             if f not in refused and form.sizes[f] in self.lengths:
                 node = sides.tied(places)
                 if form.kinds[f] == "sum" and node is not None and _is_inexact(sides.eqn):
-                    self.sums.append((sides.eqn, node))
+                    self.sums.append((sides.place, node))
 
     # ------------------------------------------------------------ bodies
 
