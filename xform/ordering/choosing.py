@@ -74,12 +74,11 @@ class Choice:
 
     def moves(self, place: Place, use: Use) -> list[Move]:
         """What is moved before and after an equation."""
-        wanted, made = use.operands, use.results
-        if use.own is not None and not self.cancels(use):
-            wanted, made = (
-                [tuple(None if node == use.own else node for node in dims) for dims in side]
-                for side in (wanted, made)
-            )
+        out = None if self.cancels(use) else use.own  # a reordering that remains has the model's own order
+        wanted, made = (
+            [tuple(None if node == out else node for node in dims) for dims in side]
+            for side in (use.operands, use.results)
+        )
         taken, given = ([self.ties.dims(place[0], v) for v in vs] for vs in (use.eqn.invars, use.eqn.outvars))
         return [*self._moves(False, taken, wanted), *self._moves(True, made, given)]
 

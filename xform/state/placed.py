@@ -237,10 +237,10 @@ def apart(groups: Groups, leaves: Sequence[Any], orders: Orders = ()) -> list[st
         row, order = [leaves[i] for i in group], order_at(orders, number)
         if stored(row, order) is None:
             stacked += len(group) * (len(group) > 1 and whole(row) is None)
-            moved += order is not None
+            moved += order is not None or isinstance(whole(row), Ordered)
     ways = (
         (stacked, "the model's own tree, and are stacked", "stacks"),
-        (moved, "another order than that of the stages, and are reordered", "reorders"),
+        (moved, "another order than the plan's, and are reordered", "reorders"),
     )
     return [
         f"{count} arrays come in {how} in every call; .place(...) {once} them once"
