@@ -7,6 +7,7 @@ stages: so each stage holds the rows that it runs, and no step moves them.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,14 @@ class Order:
 
     rows: tuple[int, ...]
     dim: int = 0
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        # Once: a layout is hashed in every call, and there may be many layers.
+        return hash((self.rows, self.dim))
 
     def of(self, x: Any) -> Any:
         """The model's own array as it is stored; on the host where it is there."""
