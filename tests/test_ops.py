@@ -13,7 +13,7 @@ from xform import Plan, parallelize
 from xform.higher_order import bodies, equations
 from xform.ops import Band, apply, operation_of
 from xform.ops.operation import Mapped, body
-from xform.ops.rows import Reorder, by_stage, in_own_order, inverse, runs
+from xform.ops.rows import Reorder, by_stage, in_own_order, inverse, runs, take, turned
 from xform.passes.accumulate import Accumulate
 from xform.passes.kernels import Kernels
 from xform.passes.shard import Shard
@@ -290,6 +290,23 @@ def test_codes_that_are_reordered_have_no_gradient() -> None:
     np.testing.assert_array_equal(got[:, 0], codes[list(ORDER)])
     _, back = jax.vjp(lambda i: by_stage(i, ORDER), codes)
     assert back(np.zeros(5, jax.dtypes.float0))[0].dtype == jax.dtypes.float0
+
+
+@pytest.mark.parametrize("sizes", [(2, 3, 1), (3, 2, 2), (4, 2, 3)])
+def test_the_order_of_stages_is_a_transpose(sizes: tuple[int, int, int]) -> None:
+    rows = np.arange(np.prod(sizes))
+    order = tuple(map(int, rows.reshape(sizes).swapaxes(0, 1).ravel()))
+    assert turned(order) == sizes
+    assert turned(inverse(order)) == (sizes[1], sizes[0], sizes[2])
+    x = np.stack([rows, rows + 100])
+    np.testing.assert_array_equal(take(jnp.asarray(x), order, 1), x[:, order])
+    np.testing.assert_array_equal(Reorder(order, 2, 1).kernel(jnp.asarray(x))[0], by_stage(x, order, 1))
+
+
+@pytest.mark.parametrize("order", [ORDER, (4, 3, 2, 1, 0), (0, 1, 2, 4, 3), (0, 3, 1, 4, 2), (0, 4, 1, 2, 3)])
+def test_any_other_order_is_looked_up(order: tuple[int, ...]) -> None:
+    assert turned(order) is None
+    np.testing.assert_array_equal(take(jnp.asarray(X), order, 0), X[list(order)])
 
 
 def test_orders_and_their_runs() -> None:

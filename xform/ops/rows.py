@@ -15,6 +15,8 @@ import string
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from xform.ops.operation import apply, operation_of
 from xform.trace import JaxprEqn, Value, typeof
@@ -70,7 +72,7 @@ class Reorder:
         return [jax.lax.concatenate(parts, self.dim) if len(parts) > 1 else x]
 
     def kernel(self, x: Value) -> Sequence[Value]:
-        return self.plain(x)
+        return [take(x, self.taken, self.dim)]
 
 
 def by_stage(x: Value, order: Sequence[int], dim: int = 0) -> Value:
@@ -90,6 +92,29 @@ def reorder_of(eqn: JaxprEqn) -> Reorder | None:
     """The reordering that an equation is; None where it is something else."""
     op = operation_of(eqn)
     return op if isinstance(op, Reorder) else None
+
+
+def take(x: Value, rows: Sequence[int], dim: int) -> Value:
+    """new[i] = x[rows[i]] along a dimension, with little sent where it lies over devices: chunks that stages take
+    in turn are a transpose.
+    """
+    sizes = turned(rows)
+    if sizes is None:
+        at = (slice(None),) * dim + (np.asarray(rows),)
+        return x.at[at].get(mode="promise_in_bounds", wrap_negative_indices=False, unique_indices=True)
+    split = jnp.reshape(x, (*x.shape[:dim], *sizes, *x.shape[dim + 1 :]))
+    return jnp.reshape(jnp.swapaxes(split, dim, dim + 1), x.shape)
+
+
+def turned(order: Sequence[int]) -> tuple[int, int, int] | None:
+    """(a, b, c) of an order that is rows [a, b, c] as [b, a, c], one that stages give: None of any other."""
+    first, chunk = runs(order)[0]
+    step, left = divmod(order[chunk] - first, chunk) if 0 == first < chunk < len(order) else (0, 0)
+    if step < 1 or left or len(order) % (step * chunk):
+        return None
+    sizes = len(order) // (step * chunk), step, chunk
+    made = np.arange(len(order)).reshape(sizes).swapaxes(0, 1).ravel()
+    return sizes if tuple(made) == tuple(order) else None
 
 
 def inverse(order: Sequence[int]) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from xform.ops.rows import by_stage, in_own_order, inverse, runs
+from xform.ops.rows import inverse, runs, take
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,13 +34,13 @@ class Order:
         """The model's own array as it is stored; on the host where it is there."""
         if isinstance(x, np.ndarray):
             return np.take(x, self.rows, self.dim)
-        return by_stage(x, self.rows, self.dim)
+        return take(x, self.rows, self.dim)
 
     def back(self, x: Any) -> Any:
         """What is stored in the model's own order."""
         if isinstance(x, np.ndarray):
             return np.take(x, inverse(self.rows), self.dim)
-        return in_own_order(x, self.rows, self.dim)
+        return take(x, inverse(self.rows), self.dim)
 
     def __str__(self) -> str:
         """As a name of an array has it: `0-1,4-5,2-3,6-7`, and the dimension, if it is not the first."""
