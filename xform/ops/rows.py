@@ -95,8 +95,8 @@ def reorder_of(eqn: JaxprEqn) -> Reorder | None:
 
 
 def take(x: Value, rows: Sequence[int], dim: int) -> Value:
-    """new[i] = x[rows[i]] along a dimension, with little sent where it lies over devices: chunks that stages take
-    in turn are a transpose.
+    """new[i] = x[rows[i]] along a dimension, with little sent where it lies over devices: chunks that stages
+    take in turn are a transpose.
     """
     sizes = turned(rows)
     if sizes is None:
