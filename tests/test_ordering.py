@@ -152,6 +152,10 @@ ALONE: dict[str, Callable] = {
     "over_layers": lambda x, y: jnp.einsum("lab,lab->ab", x, y)[None] * y,
     "turned": lambda x, y: jnp.transpose(jnp.transpose(x, (2, 0, 1)) + 1, (1, 2, 0)) * y,
     "flat": lambda x, y: (x.reshape(LAYERS, -1) * 2).reshape(x.shape) + y,
+    "ravelled": lambda x, y: 0.1 * jnp.vdot(x, y) * (x.ravel() * jnp.arange(48.0)).reshape(x.shape),
+    "rows_of_all": lambda x, y: (
+        x.reshape(-1, LAYERS)[:, ::-1].reshape(x.shape) * jnp.ravel(y).reshape(x.shape)
+    ),
     "clip": lambda x, y: jnp.clip(x, -1.0, y),
     "cast": lambda x, y: x.astype(jnp.bfloat16).astype(jnp.float32) + y,
     "jit": lambda x, y: jax.jit(lambda x, y: jnp.sin(x) + RATES[:, None, None] * y)(x, y),
@@ -176,8 +180,9 @@ TOGETHER: dict[str, Callable] = {
     "in_jit": lambda x, y: jax.jit(lambda x: jnp.cumsum(x, 0) * RATES[:, None, None])(x) + y,
     "in_remat": lambda x, y: jax.checkpoint(lambda x: jnp.cumsum(jnp.sin(x), 0))(x) + y,
     "in_cond": lambda x, y: lax.cond(x[0, 0, 0] > 0, lambda: x + y, lambda: jnp.flip(y, 0)),
+    "flat_cumsum": lambda x, y: 0.1 * jnp.cumsum(x.ravel()).reshape(x.shape) + y,
+    "cut_otherwise": lambda x, y: (x.reshape(2, 2, -1) * RATES[:2, None, None]).reshape(x.shape) + y,
     "one_layer": lambda x, y: x.at[1].multiply(2.0) + y,
-    "ravelled": lambda x, y: (2 * x.ravel()).reshape(x.shape) + y,
     "layers_by_layers": lambda x, y: x + jnp.einsum("lab,mab->lm", x, y)[:, None],
     "staged": lambda x, y: x * tripled(y),
     "another_order": lambda x, y: 0.5 * by_stage(x, (3, 1, 0, 2)) + y,
@@ -249,6 +254,35 @@ def test_layers_need_not_be_the_first_dimension() -> None:
     agree(found, step, w, X)
 
 
+def test_a_leaf_that_is_flat_is_not_stored_so_but_put_in_order() -> None:
+    def step(w: Any, moment: Any) -> Any:
+        gradient = in_own_order(jnp.sin(by_stage(w, ORDER)), ORDER)
+        moment = 0.9 * moment + gradient.ravel()
+        return w - 0.1 * moment.reshape(w.shape), moment
+
+    found = stored(step, W, W.ravel(), state=2)
+    assert found.inputs == (Order(ORDER), None)
+    assert {left.what for left in found.left} == {
+        "put an input in order, float32[48]",
+        "put an output in order, float32[48]",
+    }
+    agree(found, step, W, W.ravel())
+
+
+def test_stacks_of_other_lengths_have_orders_of_their_own() -> None:
+    order = (0, 3, 1, 4, 2, 5)
+
+    def step(w: Any, v: Any) -> Any:
+        a, b = jnp.sin(by_stage(w, ORDER)), jnp.cos(by_stage(v, order))
+        return w - 0.1 * in_own_order(a, ORDER), v - 0.1 * in_own_order(b, order) * jnp.vdot(w, w)
+
+    v = jax.random.normal(jax.random.key(2), (6, 2))
+    found = stored(step, W, v, state=2)
+    assert found.inputs == (Order(ORDER), Order(order))
+    assert {left.what for left in found.left} == {"put what `reshape` takes in order, float32[4,3,4]"}
+    agree(found, step, W, v)
+
+
 def test_weights_that_do_not_come_back_are_stored_so_and_what_meets_them_is_not() -> None:
     def step(w: Any, frozen: Any, rates: Any) -> Any:
         layers = by_stage(frozen + w, ORDER)
@@ -257,7 +291,7 @@ def test_weights_that_do_not_come_back_are_stored_so_and_what_meets_them_is_not(
     found = stored(step, W, M, RATES)
     assert found.inputs == (Order(ORDER), Order(ORDER), None)
     assert [(left.what, left.bytes, left.why) for left in found.left] == [
-        ("put an input in order, float32[4]", 16, "it is not of the state")
+        ("put an input in order, float32[4]", 16, "it is not stored by stage")
     ]
     agree(found, step, W, M, RATES)
 

@@ -14,7 +14,7 @@ from xform.ops.rows import reorder_of
 from xform.ordering.ties import Dims, Place, Ties, Use
 from xform.state import Left, Order, Reordered
 from xform.state.groups import size
-from xform.trace import Atom, Jaxpr
+from xform.trace import Atom, Jaxpr, shape_of
 
 Rows = tuple[int, ...]
 
@@ -56,11 +56,15 @@ class Choice:
         self._refused: dict[int, tuple[str, int]] = {}
         self._stored = self._candidates()
         self._choose()
-        self.in_orders = [self._stored_as(number) for number in range(len(jaxpr.invars))]
-        self.out_orders = [
-            self.in_orders[self._state[out]] if out in self._state else None
-            for out in range(len(jaxpr.outvars))
-        ]
+
+    @property
+    def in_orders(self) -> list[Order | None]:
+        return [self._stored_as(number) for number in range(len(self.jaxpr.invars))]
+
+    @property
+    def out_orders(self) -> list[Order | None]:
+        numbers = [self._state.get(out) for out in range(len(self.jaxpr.outvars))]
+        return [None if number is None else self._stored_as(number) for number in numbers]
 
     # ------------------------------------------------------------ what others ask
 
@@ -84,12 +88,13 @@ class Choice:
 
     def entering(self, number: int) -> list[Move]:
         """What of an input is moved before all else."""
-        atom, order = self.jaxpr.invars[number], self.in_orders[number]
+        atom, order = self.jaxpr.invars[number], self._stored_as(number)
         return [dataclasses.replace(m, held=m.wanted, wanted=m.held) for m in self._border(atom, order)]
 
     def leaving(self, number: int) -> list[Move]:
         """What of an output is moved at last."""
-        return self._border(self.jaxpr.outvars[number], self.out_orders[number])
+        back = self._state.get(number)
+        return self._border(self.jaxpr.outvars[number], None if back is None else self._stored_as(back))
 
     # ------------------------------------------------------------ what there is to tell
 
@@ -123,15 +128,13 @@ class Choice:
             for atom, move in self._told_of(place, use):
                 what = f"what `{name}` gives" if move.of_result else f"what `{name}` takes"
                 yield f"put {what} in order, {atom.aval.str_short()}", why, where, _bytes(use, atom)
-        for kind, count, at in (
-            ("input", len(self.jaxpr.invars), self.entering),
-            ("output", len(self.jaxpr.outvars), self.leaving),
-        ):
-            atoms = self.jaxpr.invars if kind == "input" else self.jaxpr.outvars
-            for number in range(count):
-                if at(number) and not self.ties.is_constant((), atoms[number]):
-                    text = f"put an {kind} in order, {atoms[number].aval.str_short()}"
-                    yield text, "it is not of the state", "", size(atoms[number])
+        for kind, atom, _ in self._at_borders():
+            yield (
+                f"put an {kind} in order, {atom.aval.str_short()}",
+                "it is not stored by stage",
+                "",
+                size(atom),
+            )
         for node, (why, count) in self._refused.items():
             for number in self._stored:
                 if node in self._roots(self.jaxpr.invars[number]):
@@ -148,6 +151,16 @@ class Choice:
             atom = (use.eqn.outvars if move.of_result else use.eqn.invars)[move.number]
             if use.eqn.primitive.name != "iota" and not self.ties.is_constant(place[0], atom):
                 yield atom, move
+
+    def _at_borders(self) -> Iterator[tuple[str, Atom, Move]]:
+        """The moves of inputs and outputs."""
+        for kind, atoms, moves in (
+            ("input", self.jaxpr.invars, self.entering),
+            ("output", self.jaxpr.outvars, self.leaving),
+        ):
+            for number, atom in enumerate(atoms):
+                if not self.ties.is_constant((), atom):
+                    yield from ((kind, atom, move) for move in moves(number))
 
     # ------------------------------------------------------------ choosing
 
@@ -192,10 +205,8 @@ class Choice:
         for place, use in self.ties.uses.items():
             for atom, move in self._told_of(place, use):
                 costs[self.ties.find(move.node)] += _bytes(use, atom)
-        outside: list[Atom] = [v for number, v in enumerate(self.jaxpr.invars) if number not in self._stored]
-        outside += [v for out, v in enumerate(self.jaxpr.outvars) if out not in self._state]
-        for atom in outside:
-            costs.update(dict.fromkeys(self._roots(atom), size(atom)))
+        for _, atom, move in self._at_borders():
+            costs[self.ties.find(move.node)] += size(atom)
         for node in [node for node in self._orders if costs[node] > asked[node].total()]:
             del self._orders[node]
             self._refused[node] = f"by stage, {costs[node]} bytes of it would be moved", asked[node].total()
@@ -203,7 +214,8 @@ class Choice:
     def _stored_as(self, number: int) -> Order | None:
         if number in self._stored:
             for d, node in enumerate(self._dims(self.jaxpr.invars[number])):
-                if (rows := self.order(node)) is not None:
+                rows = self.order(node)
+                if rows is not None and len(rows) == shape_of(self.jaxpr.invars[number])[d]:
                     return Order(rows, d)
         return None
 

@@ -4,9 +4,9 @@
     n = sub w t        and so are (w, 0) and (n, 0)
     c = cumsum t       takes rows together: t in the model's own order, and c is so too
 
-A node is a dimension of a value at one call site. What an equation does to its dimensions is read from
-`xform.spmd.forms`; bodies are entered. An equation that wants a dimension in the model's own order has None
-there, and so have constants, which anything may want in another.
+A node is a dimension of a value at one call site; layers may be the outermost part of one. What an equation
+does to its dimensions is read from `xform.spmd.forms`; bodies are entered. An equation that wants a dimension
+in the model's own order has None there, and so have constants, which anything may want in another.
 """
 
 from __future__ import annotations
@@ -68,9 +68,15 @@ class Ties:
 
     # ------------------------------------------------------------ nodes
 
+    def has(self, size: int) -> bool:
+        """Whether a dimension of this size may have an order: it is of as many rows, or of as many blocks."""
+        if len(self.lengths) > 1:  # which blocks would depend on whose order it is
+            return size in self.lengths
+        return size > 0 and all(size % length == 0 for length in self.lengths)
+
     def node(self, path: Path, atom: Atom, dim: int) -> int | None:
         """Of a dimension of a value in the body at `path`; None of constants, and of other sizes."""
-        if self.is_constant(path, atom) or shape_of(atom)[dim] not in self.lengths:
+        if self.is_constant(path, atom) or not self.has(shape_of(atom)[dim]):
             return None
         assert isinstance(atom, Var)
         key = path, atom, dim
@@ -119,7 +125,7 @@ class Ties:
     def _body(self, path: Path, jaxpr: Jaxpr, turns: int) -> None:
         self._consts[path] = frozenset(jaxpr.constvars)
         for index, eqn in enumerate(jaxpr.eqns):
-            if any(size in self.lengths for v in (*eqn.invars, *eqn.outvars) for size in shape_of(v)):
+            if any(self.has(size) for v in (*eqn.invars, *eqn.outvars) for size in shape_of(v)):
                 self._equation((path, index), eqn, turns)
 
     def _equation(self, place: Place, eqn: JaxprEqn, turns: int) -> None:
@@ -141,19 +147,18 @@ class Ties:
         return sides.tied([(op.goes_back, 0, op.dim)])
 
     def _form(self, sides: _Sides, form: Form) -> None:
-        """Factors that are dimensions by themselves, and are not told to be whole."""
+        """Factors that are dimensions by themselves, or layers in front of others, unless they are whole."""
         alone: dict[int, list[_Side]] = {}
         refused = {f for f, kind in enumerate(form.kinds) if kind == "whole"} | form.blocks
         for is_result, arrays in ((False, form.operands), (True, form.results)):
             for number, dims in enumerate(arrays):
                 for d, factors in enumerate(dims):
                     large = [f for f in factors if form.sizes[f] != 1]
-                    if len(large) == 1:
-                        alone.setdefault(large[0], []).append((is_result, number, d))
-                    else:
-                        refused.update(large)
+                    if len(large) == 1 or (large and {form.sizes[large[0]]} == self.lengths):
+                        alone.setdefault(large.pop(0), []).append((is_result, number, d))
+                    refused.update(large)
         for f, places in alone.items():
-            if f not in refused and form.sizes[f] in self.lengths:
+            if f not in refused and self.has(form.sizes[f]):
                 node = sides.tied(places)
                 if form.kinds[f] == "sum" and node is not None and _is_inexact(sides.eqn):
                     self.sums.append((sides.place, node))
@@ -179,7 +184,7 @@ class Ties:
             around = carries(eqn, number)
             for k, atom in enumerate(body.outvars):
                 for d, size in enumerate(shape_of(atom)):
-                    if size not in self.lengths:
+                    if not self.has(size):
                         continue
                     made = self.node(inner, atom, d)
                     if made is None:

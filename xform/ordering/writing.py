@@ -6,6 +6,7 @@ An equation that treats rows alone is carried over as it is, in whatever order t
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 
 from xform.higher_order import RULES, enter, equations, hoist
 from xform.ops.rows import by_stage, in_own_order, reorder_of
-from xform.ordering.choosing import Choice, Move, Rows
+from xform.ordering.choosing import Choice, Move
 from xform.ordering.ties import Place, Use
 from xform.rewrite import Path, Site, rewrite
 from xform.state import Left, Order, Orders, Reordered
@@ -138,7 +139,7 @@ class _Rewriting:
             return _moved(value, moves)
         for move in moves:
             assert move.held is None and move.wanted is not None
-            constant = Order(move.wanted, move.dim).of(constant)
+            constant = _blocks(constant, move, Order(move.wanted, move.dim).of)
         return fitted(jnp.asarray(constant), atom.aval)
 
     def _given(self, outs: Sequence[Value], place: Place) -> list[Value]:
@@ -148,9 +149,9 @@ class _Rewriting:
     def _counted(self, site: Site, moves: Sequence[Move]) -> Value:
         """The numbers of rows, in their order."""
         aval, dim = site.out_avals[0], site.params["dimension"]
-        rows = next(move.wanted for move in moves if move.dim == dim)
-        numbers = jnp.asarray(np.asarray(rows, aval.dtype))
-        return jax.lax.broadcast_in_dim(numbers, aval.shape, (dim,))
+        (rows,) = (move.wanted or () for move in moves if move.dim == dim)
+        numbers = np.arange(aval.shape[dim]).reshape(len(rows), -1)[list(rows)].ravel()
+        return jax.lax.broadcast_in_dim(jnp.asarray(numbers, aval.dtype), aval.shape, (dim,))
 
     def _with_rule(self, site: Site, place: Place, use: Use) -> Sequence[Value]:
         """A function with a differentiation rule of its own: what is differentiated from outside is the
@@ -159,15 +160,13 @@ class _Rewriting:
         eqn = site.eqn
         (name,) = (k for k, v in eqn.params.items() if isinstance(v, Jaxpr))
         written = self._entered(site, place)[name]
-        orders = self.choice.order
 
         def to(values: Sequence[Value], nodes: Sequence[Sequence[int | None]], back: bool) -> list[Value]:
             found = []
             for x, dims in zip(values, nodes, strict=True):
-                for d, node in enumerate(dims):
-                    rows = orders(node)
-                    x = _put(x, d, rows, None) if back else _put(x, d, None, rows)
-                found.append(x)
+                ordered = [(d, rows) for d, node in enumerate(dims) if (rows := self.choice.order(node))]
+                pairs = [(d, rows, None) if back else (d, None, rows) for d, rows in ordered]
+                found.append(_moved(x, [Move(not back, 0, d, held, wanted, -1) for d, held, wanted in pairs]))
             return found
 
         def by_rows(*args: Value) -> list[Value]:
@@ -206,14 +205,21 @@ def _constant(jaxpr: Jaxpr, atom: Atom) -> np.ndarray | None:
 
 def _moved(x: Value, moves: Sequence[Move]) -> Value:
     for move in moves:
-        x = _put(x, move.dim, move.held, move.wanted)
+        x = _blocks(x, move, functools.partial(_put, move=move))
     return x
 
 
-def _put(x: Value, dim: int, held: Rows | None, wanted: Rows | None) -> Value:
+def _put(x: Value, move: Move) -> Value:
     """The rows of one order in another."""
-    if held == wanted:
-        return x
-    if held is not None:
-        x = in_own_order(x, held, dim)
-    return x if wanted is None else by_stage(x, wanted, dim)
+    if move.held is not None:
+        x = in_own_order(x, move.held, move.dim)
+    return x if move.wanted is None else by_stage(x, move.wanted, move.dim)
+
+
+def _blocks(x: Any, move: Move, f: Callable[[Any], Any]) -> Any:
+    """f of x with the move's dimension as its rows, where it has more in each of them."""
+    shape, count = x.shape, len(move.held or move.wanted or ())
+    if shape[move.dim] == count:
+        return f(x)
+    split = (*shape[: move.dim], count, shape[move.dim] // count, *shape[move.dim + 1 :])
+    return f(x.reshape(split)).reshape(shape)
