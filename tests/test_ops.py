@@ -13,6 +13,7 @@ from xform import Plan, parallelize
 from xform.higher_order import bodies, equations
 from xform.ops import Band, apply, operation_of
 from xform.ops.operation import Mapped, body
+from xform.ops.rows import Reorder, by_stage, in_own_order, inverse, runs, take, turned
 from xform.passes.accumulate import Accumulate
 from xform.passes.kernels import Kernels
 from xform.passes.shard import Shard
@@ -230,3 +231,84 @@ def test_it_is_printed_by_its_meaning_and_not_by_its_plain_program() -> None:
     changed = [line.line.text for line in diff(before, after) if line.mark != " "]
     assert len(changed) == 2 and "by 3.0" in changed[1]
     assert not [line for line in diff(before, before) if line.mark != " "]
+
+
+# ---------------------------------------------------------------- rows in another order
+
+ORDER = (1, 3, 0, 2, 4)
+
+
+def test_rows_by_stage_are_one_equation_and_so_is_the_way_back() -> None:
+    there = by_stage(X, ORDER)
+    np.testing.assert_array_equal(there, X[list(ORDER)])
+    np.testing.assert_array_equal(in_own_order(there, ORDER), X)
+    jaxpr = jax.make_jaxpr(lambda x: in_own_order(by_stage(x, (2, 0, 1), 1), (2, 0, 1), 1))(X)
+    assert [operation_of(e) for e in jaxpr.eqns] == [
+        Reorder((2, 0, 1), 2, 1),
+        Reorder((2, 0, 1), 2, 1, goes_back=True),
+    ]
+    assert "operation by_stage" in text(jaxpr) and "operation in_own_order" in text(jaxpr)
+
+
+def test_rows_in_their_own_order_are_left_alone() -> None:
+    assert by_stage(X, range(5)) is X
+
+
+@pytest.mark.parametrize("order", [(0, 1), (0, 1, 2, 3, 3), (1, 2, 3, 4, 5)])
+def test_what_is_no_order_of_the_rows_is_refused(order: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"by_stage: \(.*\) is no order of the 5 rows of dimension 0"):
+        by_stage(X, order)
+
+
+def test_gradients_of_reordered_rows_go_back_by_one_equation() -> None:
+    def loss(x: Any) -> Any:
+        return jnp.sum(by_stage(x, ORDER) ** 2 * jnp.arange(5.0)[:, None])
+
+    def plainly(x: Any) -> Any:
+        return jnp.sum(x[np.asarray(ORDER)] ** 2 * jnp.arange(5.0)[:, None])
+
+    np.testing.assert_array_equal(jax.grad(loss)(X), jax.grad(plainly)(jnp.asarray(X)))
+    for change in (lambda f: f, jax.jit, jax.checkpoint):
+        jaxpr = jax.make_jaxpr(jax.grad(change(loss)))(X)
+        found = {op.name for eqn in equations(jaxpr) if (op := operation_of(eqn)) is not None}
+        assert found == {"by_stage", "in_own_order"}
+        assert not any(eqn.primitive.name == "pad" for eqn in equations(jaxpr))
+    value, tangent = jax.jvp(loss, (X,), (X,))
+    np.testing.assert_allclose(tangent, 2 * value)
+
+
+def test_a_dimension_more_of_reordered_rows_is_a_reordering_too() -> None:
+    xs = np.stack([X, X + 1])
+    jaxpr = jax.make_jaxpr(jax.vmap(lambda x: by_stage(x, ORDER), 1))(np.moveaxis(xs, 0, 1))
+    assert [op for e in jaxpr.eqns if (op := operation_of(e)) is not None] == [Reorder(ORDER, 3, 1)]
+    np.testing.assert_array_equal(jax.vmap(lambda x: by_stage(x, ORDER))(xs), xs[:, list(ORDER)])
+
+
+def test_codes_that_are_reordered_have_no_gradient() -> None:
+    codes = np.arange(5, dtype=np.int32)
+    got = jax.grad(lambda x: jnp.sum(x[:, 0] * by_stage(codes, ORDER)))(X)
+    np.testing.assert_array_equal(got[:, 0], codes[list(ORDER)])
+    _, back = jax.vjp(lambda i: by_stage(i, ORDER), codes)
+    assert back(np.zeros(5, jax.dtypes.float0))[0].dtype == jax.dtypes.float0
+
+
+@pytest.mark.parametrize("sizes", [(2, 3, 1), (3, 2, 2), (4, 2, 3)])
+def test_the_order_of_stages_is_a_transpose(sizes: tuple[int, int, int]) -> None:
+    rows = np.arange(np.prod(sizes))
+    order = tuple(map(int, rows.reshape(sizes).swapaxes(0, 1).ravel()))
+    assert turned(order) == sizes
+    assert turned(inverse(order)) == (sizes[1], sizes[0], sizes[2])
+    x = np.stack([rows, rows + 100])
+    np.testing.assert_array_equal(take(jnp.asarray(x), order, 1), x[:, order])
+    np.testing.assert_array_equal(Reorder(order, 2, 1).kernel(jnp.asarray(x))[0], by_stage(x, order, 1))
+
+
+@pytest.mark.parametrize("order", [ORDER, (4, 3, 2, 1, 0), (0, 1, 2, 4, 3), (0, 3, 1, 4, 2), (0, 4, 1, 2, 3)])
+def test_any_other_order_is_looked_up(order: tuple[int, ...]) -> None:
+    assert turned(order) is None
+    np.testing.assert_array_equal(take(jnp.asarray(X), order, 0), X[list(order)])
+
+
+def test_orders_and_their_runs() -> None:
+    assert inverse(ORDER) == (2, 0, 3, 1, 4)
+    assert runs((4, 5, 0, 1, 2, 3)) == [(4, 6), (0, 4)]

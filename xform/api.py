@@ -40,13 +40,15 @@ from xform.sharding.memory import in_memory, laid
 from xform.sharding.placement import dtype_of, provisional, put, put_row, taken_apart
 from xform.state import (
     Element,
+    Ordered,
     Placed,
+    apart,
     closed,
     gathered,
     is_placed,
     opened,
+    order_at,
     scattered,
-    whole,
 )
 from xform.state.kept import Phase
 from xform.topologies import make_mesh
@@ -102,11 +104,11 @@ class Parallelized:
     def place(self, *args: Any) -> Any:
         """The leading arguments on the mesh, laid out as the plan says: one gives it, several a tuple.
 
-        An argument of which the plan stacks some arrays, or in which it keeps some of its own (amax
-        histories), becomes an `xform.Placed`; `unplace` is the way back. One whose histories all have
-        something in them, after a step or from a checkpoint, is taken by a program whose products wait for
-        nothing that they measure: it is worth to be placed again. Raises PlanError where ranges can only come
-        from `calibrate`.
+        An argument of which the plan stacks some arrays, stores some in another order (layers by stage), or
+        in which it keeps some of its own (amax histories), becomes an `xform.Placed`; `unplace` is the way
+        back. One whose histories all have something in them, after a step or from a checkpoint, is taken by a
+        program whose products wait for nothing that they measure: it is worth to be placed again. Raises
+        PlanError where ranges can only come from `calibrate`.
         Which dimension is what follows from the whole program: all arguments are needed, or an earlier
         `trace`, `lower` or call with arguments of these types. Before that, they are laid out provisionally,
         with a warning, and the first call moves them.
@@ -124,13 +126,17 @@ class Parallelized:
     def _place(self, program: Program, argument: Argument, value: Any, kept: Sequence[Any]) -> Any:
         shardings = self._shardings(program)
         own = [shardings[i] for i in argument.inputs]
-        leaves = jax.tree.leaves(opened(value))
-        arrays = gathered(argument.layout.groups, leaves, lambda row, n: put_row(row, own[n]))
+        leaves, layout = jax.tree.leaves(opened(value)), argument.layout
+
+        def made(row: Sequence[Any], n: int) -> Any:
+            return put_row(row, own[n], order_at(layout.orders, n))
+
+        arrays = gathered(layout.groups, leaves, made, layout.orders)
         arrays = [put(x, s) for x, s in zip([*arrays, *kept], own, strict=True)]
         if argument.is_stacked:
             begun = bool(kept) and has_begun(program, kept)
-            return Placed(dataclasses.replace(argument.layout, begun=begun), arrays)
-        return jax.tree.unflatten(argument.layout.tree, arrays)
+            return Placed(dataclasses.replace(layout, begun=begun), arrays)
+        return jax.tree.unflatten(layout.tree, arrays)
 
     def unplace(self, *trees: Any) -> Any:
         """Trees in the model's own structure, to read or to save: every `xform.Placed` in them taken apart.
@@ -195,8 +201,8 @@ class Parallelized:
             own, argument = (), argument.without_kept
 
         def born(*args: Any, **kwargs: Any) -> Any:
-            leaves = jax.tree.leaves(init_fn(*args, **kwargs))
-            arrays = [*gathered(argument.layout.groups, leaves), *map(beginning, own)]
+            leaves, layout = jax.tree.leaves(init_fn(*args, **kwargs)), argument.layout
+            arrays = [*gathered(layout.groups, leaves, orders=layout.orders), *map(beginning, own)]
             return argument.filled(dict(zip(argument.inputs, arrays, strict=True)), {})
 
         layout = argument.filled(self._shardings(program), {})
@@ -265,14 +271,15 @@ class Parallelized:
                 _warn_of_stacking(program, leaves, self._name)
             else:
                 seen.append(program)
-            values = [*gathered(program.in_groups, leaves), *kept.values()]
+            values = [*gathered(program.in_groups, leaves, orders=program.in_orders), *kept.values()]
             values = list(map(laid, values, program.in_shardings, (v.aval for v in program.jaxpr.invars)))
             outs = inline(program.jaxpr, *values)
             outs = list(map(laid, outs, program.out_shardings, map(typeof, outs)))
             own = len(program.out_groups)
             if measures:
                 return outs[own:]
-            result = jax.tree.unflatten(program.out_tree, scattered(program.out_groups, outs[:own]))
+            result = scattered(program.out_groups, outs[:own], program.out_orders)
+            result = jax.tree.unflatten(program.out_tree, result)
             return closed(result, *layouts_of(program, args, kwargs, outs[own:]))
 
         functools.update_wrapper(
@@ -282,7 +289,7 @@ class Parallelized:
         return entry
 
     def _specialize(self, leaves: Sequence[Any], tree: Any, phase: Phase = "start") -> Program:
-        static = {i: x for i, x in enumerate(leaves) if not isinstance(x, Tracer | Element)}
+        static = {i: x for i, x in enumerate(leaves) if not isinstance(x, Tracer | Element | Ordered)}
         avals = tuple(_aval(x) for i, x in enumerate(leaves) if i not in static)
         if any(getattr(p, "hosts", False) for p in self.plan.passes):
             avals = tuple(in_memory(aval, jax.memory.Space.Device) for aval in avals)
@@ -409,7 +416,7 @@ def _as_codes(x: Any, how: How) -> Quantized:
 
 def _aval(x: Any) -> Any:
     """The type of a leaf, in a stack or by itself."""
-    if isinstance(x, Element):
+    if isinstance(x, Element | Ordered):
         return ShapedArray(x.shape, x.dtype)
     return plain_aval(typeof(x))
 
@@ -419,14 +426,8 @@ _INSTALLED = tuple(os.path.dirname(module.__file__ or "") for module in (jax, sy
 
 
 def _warn_of_stacking(program: Program, leaves: Sequence[Any], name: str) -> None:
-    rows = [group for group in program.in_groups if len(group) > 1]
-    apart = sum(len(group) for group in rows if whole([leaves[i] for i in group]) is None)
-    if apart:
-        warnings.warn(
-            f"{name}: {apart} arrays come in the model's own tree, and are stacked in every call; .place(...)"
-            " stacks them once",
-            skip_file_prefixes=_INSTALLED,
-        )
+    for text in apart(program.in_groups, leaves, program.in_orders):
+        warnings.warn(f"{name}: {text}", skip_file_prefixes=_INSTALLED)
 
 
 def _struct(aval: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:

@@ -4,6 +4,7 @@ stacked.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import time
@@ -17,13 +18,14 @@ from jax.sharding import Mesh
 from xform.context import Context, Leaf
 from xform.errors import PlanError, RewriteError
 from xform.memory import Trial
+from xform.ordering import stored_by_stage
 from xform.plan import Pass, Plan
 from xform.program import LAST, Program, Stage, input_leaves, moved_names, next_state, stacked_leaves
 from xform.quantization.given import given
 from xform.quantization.weights import Storable
 from xform.report import Report
 from xform.sharding.memory import type_text
-from xform.state import Groups, Packed, pack
+from xform.state import Groups, Order, Orders, Packed, only, pack
 from xform.state.kept import Phase
 from xform.state.owner import state_argument
 from xform.trace import Jaxpr, boundary, check_jaxpr, trace_flat, typeof
@@ -147,9 +149,10 @@ class Making:
         traced = time.perf_counter()
         keeper, returns = state_argument(tree, out_tree, numbers, jaxpr)
         stacks = any(getattr(p, "stacks", False) for p in passes)
-        jaxpr, in_groups, out_groups = _stacked(
-            jaxpr, inputs, next_state(tree, numbers, out_tree), report, stages, stacks
-        )
+        state = next_state(tree, numbers, out_tree)
+        jaxpr, in_groups, out_groups = _stacked(jaxpr, inputs, state, report, stages, stacks)
+        ordered = _ordered(jaxpr, inputs, in_groups, out_groups, state, report, stages)
+        jaxpr, in_groups, out_groups, in_orders, out_orders = ordered
         context = Context(
             "step",
             self.mesh,
@@ -185,6 +188,8 @@ class Making:
             keeper,
             returns,
             self.phase,
+            in_orders,
+            out_orders,
         )
 
 
@@ -275,6 +280,52 @@ def _stacked(
     for each in packed.reordered:
         report.did("state", f"took {each.what} row by row", "another order of summation", each.where)
     return packed.jaxpr, packed.inputs, packed.outputs
+
+
+def _ordered(
+    jaxpr: Jaxpr,
+    inputs: Sequence[Leaf],
+    in_groups: Groups,
+    out_groups: Groups,
+    state: Mapping[int, int],
+    report: Report,
+    stages: list[Stage],
+) -> tuple[Jaxpr, Groups, Groups, Orders, Orders]:
+    """The program over its state in the order in which stages take it; what each input and output holds, and
+    in which order. A stack's own rows are stacked in that.
+    """
+    number = {group: n for n, group in enumerate(in_groups)}
+    after = {n: number.get(tuple(state.get(i, -1) for i in group)) for n, group in enumerate(out_groups)}
+    weak = {n for n, group in enumerate(in_groups) if getattr(inputs[group[0]].aval, "weak_type", False)}
+    found = stored_by_stage(jaxpr, {out: n for out, n in after.items() if n is not None}, weak)
+    if found is None:
+        return jaxpr, in_groups, out_groups, (), ()
+    stages.append(Stage("order", jaxpr, found.jaxpr))
+    counts = collections.Counter(len(order.rows) for order in found.inputs if order is not None)
+    for layers, count in counts.items():
+        report.did(
+            "state",
+            f"stored {count} arrays of {layers} layers in the order of their stages",
+            "put in it once, by place or init; unplace gives the model's own",
+        )
+    for left in found.left:
+        report.declined("state", f"{left.what} ({left.bytes} bytes a step)", left.why, left.where)
+    for each in found.reordered:
+        report.did("state", f"took {each.what} by stage", "another order of summation", each.where)
+    in_groups, in_orders = _stacked_so(in_groups, found.inputs)
+    out_groups, out_orders = _stacked_so(out_groups, found.outputs)
+    return found.jaxpr, in_groups, out_groups, in_orders, out_orders
+
+
+def _stacked_so(groups: Groups, orders: Orders) -> tuple[Groups, Orders]:
+    """Stacks whose rows have an order are stacked in it, and have none then."""
+
+    def stack(group: tuple[int, ...], order: Order | None) -> bool:
+        return order is not None and order.dim == 0 and len(group) > 1
+
+    pairs = list(zip(groups, orders, strict=True))
+    made = tuple(tuple(g[i] for i in o.rows) if o is not None and stack(g, o) else g for g, o in pairs)
+    return made, only(tuple(None if stack(g, o) else o for g, o in pairs))
 
 
 def _packed(jaxpr: Jaxpr, inputs: Sequence[Leaf], state: Mapping[int, int]) -> Packed | None:

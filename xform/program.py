@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding
 from xform.context import Leaf
 from xform.quantization.weights import Storable
 from xform.report import Report
-from xform.state import Groups, Layout, Placed, row_path
+from xform.state import Groups, Layout, Orders, Placed, only, order_at, row_path
 from xform.state.kept import Kept, Phase
 from xform.trace import Jaxpr, ShapedArray
 
@@ -28,7 +28,9 @@ LAST = " (last)"
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """The program before and after one pass; or before and after its state is stacked, "state"."""
+    """The program before and after one pass; or before and after its state is stacked, "state", or put in
+    the order of stages, "order".
+    """
 
     name: str
     before: Jaxpr
@@ -44,9 +46,10 @@ class Program:
     storable: finds which weights can be stored as codes, and how; None: the plan does not quantize, or the
     program is differentiated. in_tree: of (args, kwargs) in the model's own trees, static leaves too.
     in_groups: for each input the leaves of `in_tree` that it holds, several where they are stacked;
-    out_groups: the same for outputs. seconds: trace and rewrite. kept: what passes keep from call to call,
-    the last of `inputs` and `outputs`, which no group has; keeper: the argument that it is part of; returns:
-    whether that comes back; phase: whether it has something in it.
+    out_groups: the same for outputs; in_orders and out_orders: in which order these are. seconds: trace and
+    rewrite. kept: what passes keep from call to call, the last of `inputs` and `outputs`, which no group has;
+    keeper: the argument that it is part of; returns: whether that comes back; phase: whether it has something
+    in it.
     """
 
     jaxpr: Jaxpr
@@ -67,6 +70,8 @@ class Program:
     keeper: int | str = 0
     returns: bool = True
     phase: Phase = "start"
+    in_orders: Orders = ()
+    out_orders: Orders = ()
 
     @property
     def original(self) -> Jaxpr:
@@ -86,7 +91,12 @@ class Program:
         numbers = jax.tree.unflatten(self.in_tree, range(self.in_tree.num_leaves))
         return tuple(
             _argument_of(
-                number, subtree, self.in_groups, self.kept if number == self.keeper else (), self.phase
+                number,
+                subtree,
+                self.in_groups,
+                self.in_orders,
+                self.kept if number == self.keeper else (),
+                self.phase,
             )
             for kind in numbers
             for number, subtree in (kind.items() if isinstance(kind, dict) else enumerate(kind))
@@ -131,7 +141,8 @@ class Argument:
 
     @property
     def is_stacked(self) -> bool:
-        return any(len(group) > 1 for group in self.layout.groups) or bool(self.layout.kept)
+        layout = self.layout
+        return any(len(group) > 1 for group in layout.groups) or bool(layout.kept) or bool(layout.orders)
 
     @property
     def without_kept(self) -> Argument:
@@ -151,14 +162,15 @@ class Argument:
 
 
 def _argument_of(
-    name: int | str, subtree: Any, groups: Groups, kept: Sequence[Kept], phase: Phase
+    name: int | str, subtree: Any, groups: Groups, orders: Orders, kept: Sequence[Kept], phase: Phase
 ) -> Argument:
     leaves, tree = jax.tree.flatten(subtree)
     first = leaves[0] if leaves else 0
     inputs = tuple(n for n, group in enumerate(groups) if leaves and first <= group[0] <= leaves[-1])
     own = tuple(tuple(i - first for i in groups[n]) for n in inputs)
     more = range(len(groups), len(groups) + len(kept))
-    layout = Layout(tree, own, tuple(k.path for k in kept), bool(kept) and phase == "run")
+    in_order = only(tuple(order_at(orders, n) for n in inputs))
+    layout = Layout(tree, own, tuple(k.path for k in kept), bool(kept) and phase == "run", in_order)
     return Argument(name, tuple(leaves), (*inputs, *more), layout)
 
 

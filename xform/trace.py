@@ -212,10 +212,12 @@ def new_operation_primitive(
     elsewhere: Callable[..., Sequence[Value]],
     jvp: Callable[..., Any],
     batch: Callable[..., Any],
+    transpose: Callable[..., Any],
 ) -> core.Primitive:
     """A primitive whose results are those of its parameter `jaxpr`; what runs, by platform, is given.
 
     jvp: of primals and tangents, no symbolic zeros. batch: of operands and their mapped dimensions.
+    transpose: of a linear one, which takes one operand: the operand's gradient, of the results'.
     """
     primitive = core.Primitive(name)
     primitive.multiple_results = True
@@ -227,7 +229,12 @@ def new_operation_primitive(
     def instantiated(primals: Sequence[Value], tangents: Sequence[Value], **params: Any) -> Any:
         return jvp(primals, [ad.instantiate_zeros(t) for t in tangents], **params)
 
+    def transposed(cotangents: Sequence[Value], operand: Any, **params: Any) -> Any:
+        del operand
+        return [transpose(map(ad.instantiate_zeros, cotangents), **params)]
+
     ad.primitive_jvps[primitive] = instantiated
+    ad.primitive_transposes[primitive] = transposed
     batching.primitive_batchers[primitive] = batch
     return primitive
 
@@ -536,7 +543,8 @@ def _private_names() -> list[Any]:
     return [
         _as_manual_mesh, _extend_axis_env, ad.backward_pass3, ad.linearize, config._check_vma,
         core.custom_typechecks, core.DebugInfo, dispatch.apply_primitive,
-        ad.instantiate_zeros, ad.primitive_jvps, batching.primitive_batchers, mlir.lower_fun,
+        ad.instantiate_zeros, ad.primitive_jvps, ad.primitive_transposes,
+        batching.primitive_batchers, mlir.lower_fun,
         mlir.register_lowering, core.resolve_input_effects, core.trace_ctx,
         dtypes.canonicalize_value, effects.JaxprInputEffect, lax_internal._convert_element_type,
         lu.wrap_init, mlir.make_ir_context, pxla.create_compile_options,

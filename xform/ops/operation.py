@@ -13,7 +13,7 @@ over devices, each element being treated alone.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -45,7 +45,9 @@ class Operation(Protocol):
     It may have, besides: `sums`, letters that may be cut too, where results that lack one are terms of a sum
     over the parts (`sums_of`). `told`, letters of both whose mesh axes it is told by `over(axes)`, which
     gives the operation on a part (`on_parts`); such parts are blocks, and it may use collectives over them.
-    `wider(dtype)`: the operation that gives its terms of a weight's gradient in a wider dtype.
+    `wider(dtype)`: the operation that gives its terms of a weight's gradient in a wider dtype. `back`: it is
+    linear in its one operand, and gradients of its result become the operand's by this operation. `batched`:
+    the operation on arrays that all have a dimension more, in front.
     """
 
     @property
@@ -109,6 +111,10 @@ class Mapped:
     @property
     def interpret(self) -> bool:
         return bool(self.op.interpret)
+
+    @property
+    def back(self) -> Mapped:
+        return Mapped(self.op.back, self.mapped)
 
     def over(self, axes: Mapping[str, tuple[str, ...]]) -> Mapped:
         return Mapped(on_parts(self.op, axes), self.mapped)
@@ -193,8 +199,12 @@ def _run_plain(*args: Value, op: Any, jaxpr: Jaxpr) -> Sequence[Value]:
 
 
 def _jvp(primals: Sequence[Value], tangents: Sequence[Value], *, op: Any, jaxpr: Jaxpr) -> Any:
-    """Where it is differentiated (its kernels have a rule of their own outside of it), as plain JAX is."""
+    """Where it is differentiated (its kernels have a rule of their own outside of it), as plain JAX is; a
+    linear one stays one.
+    """
     del jaxpr
+    if hasattr(op, "back") and tangents[0].dtype != jax.dtypes.float0:
+        return apply(op, *primals), apply(op, *tangents)
     return jax.jvp(lambda *xs: list(op.plain(*xs)), list(primals), list(tangents))
 
 
@@ -202,8 +212,16 @@ def _batch(args: Sequence[Value], dims: Sequence[Any], *, op: Any, jaxpr: Jaxpr)
     del jaxpr
     mapped = tuple(isinstance(d, (int, np.integer)) for d in dims)
     moved = [jnp.moveaxis(x, int(d), 0) if m else x for x, d, m in zip(args, dims, mapped, strict=True)]
-    outs = apply(Mapped(op, mapped), *moved)
+    whole = getattr(op, "batched", None) if all(mapped) else None
+    outs = apply(Mapped(op, mapped) if whole is None else whole, *moved)
     return outs, [0] * len(outs)
 
 
-_operation = new_operation_primitive(NAME, on_tpu=_run, elsewhere=_run_plain, jvp=_jvp, batch=_batch)
+def _transpose(cotangents: Iterable[Value], *, op: Any, jaxpr: Jaxpr) -> Value:
+    del jaxpr
+    return apply(op.back, *cotangents)[0]
+
+
+_operation = new_operation_primitive(
+    NAME, on_tpu=_run, elsewhere=_run_plain, jvp=_jvp, batch=_batch, transpose=_transpose
+)

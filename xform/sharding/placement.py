@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from xform.state import Element, Placed
+from xform.state import Order, Placed, order_at, plain
 
 
 def put(x: Any, sharding: NamedSharding | None) -> Any:
@@ -30,28 +30,48 @@ def put(x: Any, sharding: NamedSharding | None) -> Any:
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
-def put_row(row: Sequence[Any], sharding: NamedSharding | None) -> Any:
-    """Arrays of one type, or elements of other stacks, stacked on the mesh; a single one as it is."""
-    arrays = [x.array() if isinstance(x, Element) else x for x in row]
-    if len(arrays) == 1:
+def put_row(row: Sequence[Any], sharding: NamedSharding | None, order: Order | None = None) -> Any:
+    """Arrays of one type, or elements of other stacks, stacked on the mesh; a single one as it is. In this
+    order of its rows, where there is one.
+    """
+    arrays = list(map(plain, row))
+    if len(arrays) == 1 and order is None:
         return put(arrays[0], sharding)
     if sharding is None:
-        return jnp.stack(arrays)
+        return _stacked(arrays, order)
     there = set(sharding.mesh.devices.flat)
     if all(isinstance(x, jax.Array) and x.sharding.device_set == there for x in arrays):
         on_device = NamedSharding(sharding.mesh, sharding.spec)
-        return put(_together(on_device)(*arrays), sharding)
+        return put(_together(on_device, order)(*arrays), sharding)
     if jax.dtypes.issubdtype(dtype_of(arrays[0]), jax.dtypes.prng_key):
-        return put(jnp.stack(arrays), sharding)
-    return put(np.stack([np.asarray(x) for x in arrays]), sharding)
+        return put(_stacked(arrays, order), sharding)
+    hosted = [np.asarray(x) for x in arrays]
+    whole = hosted[0] if len(hosted) == 1 else np.stack(hosted)
+    return put(whole if order is None else order.of(whole), sharding)
+
+
+def _stacked(arrays: Sequence[Any], order: Order | None) -> Any:
+    whole = arrays[0] if len(arrays) == 1 else jnp.stack(arrays)
+    return whole if order is None else order.of(whole)
 
 
 def taken_apart(placed: Placed) -> Any:
     """The model's own tree, each array of a row laid out as the row is."""
     leaves: dict[int, Any] = {}
-    for group, array in zip(placed.layout.groups, placed.arrays, strict=False):
+    layout = placed.layout
+    for number, (group, array) in enumerate(zip(layout.groups, placed.arrays, strict=False)):
+        if (order := order_at(layout.orders, number)) is not None:
+            array = _in_own_order(array, order)
         leaves.update(zip(group, [array] if len(group) == 1 else _rows(array), strict=True))
-    return jax.tree.unflatten(placed.layout.tree, [leaves[i] for i in range(len(leaves))])
+    return jax.tree.unflatten(layout.tree, [leaves[i] for i in range(len(leaves))])
+
+
+def _in_own_order(array: Any, order: Order) -> Any:
+    if not isinstance(array, jax.Array) or not isinstance(array.sharding, NamedSharding):
+        return order.back(array)
+    own = array.sharding
+    on_device = NamedSharding(own.mesh, own.spec)
+    return jax.device_put(_back(on_device, order)(jax.device_put(array, on_device)), own)
 
 
 def _rows(array: Any) -> Sequence[Any]:
@@ -65,9 +85,15 @@ def _rows(array: Any) -> Sequence[Any]:
 
 
 @functools.cache
-def _together(layout: NamedSharding) -> Any:
+def _together(layout: NamedSharding, order: Order | None) -> Any:
     """Stacks arrays on the mesh; one function a layout, so that each type is compiled once."""
-    return jax.jit(lambda *xs: jnp.stack(xs), out_shardings=layout)
+    return jax.jit(lambda *xs: _stacked(xs, order), out_shardings=layout)
+
+
+@functools.cache
+def _back(layout: NamedSharding, order: Order) -> Any:
+    """The model's own order of what lies so, laid out the same."""
+    return jax.jit(order.back, out_shardings=layout)
 
 
 @functools.cache

@@ -1,10 +1,12 @@
-"""`Placed`: a tree of the user's in the plan's layout, where arrays of a kind are stacked into one.
+"""`Placed`: a tree of the user's in the plan's layout: arrays of a kind stacked into one, rows in the plan's
+order.
 
     {'layers': [{'w': a}, {'w': b}, {'w': c}], 'norm': d}      the model's own tree
     Placed: ['layers'][*]['w']: [a b c]    ['norm']: d         as the step takes and returns it
 
 What a pass rolls into a loop is stored stacked, once, and the compiled step neither stacks nor takes apart.
-A `Placed` is a pytree of its arrays; its layout is part of its structure. Both ways are exact.
+What it runs in another order, layers on stages, is stored in that one, and the step moves no row. A `Placed`
+is a pytree of its arrays; its layout is part of its structure. Both ways are exact.
 """
 
 from __future__ import annotations
@@ -18,7 +20,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-__all__ = ["Element", "Layout", "Placed", "closed", "gathered", "opened", "row_path", "scattered", "whole"]
+from xform.state.order import Order, Ordered, Orders, order_at
+
+__all__ = [
+    "Element",
+    "Layout",
+    "Placed",
+    "apart",
+    "closed",
+    "gathered",
+    "is_placed",
+    "opened",
+    "plain",
+    "row_path",
+    "scattered",
+    "stored",
+    "whole",
+]
 
 Groups = tuple[tuple[int, ...], ...]
 """For each array the leaves it holds: (i,) for leaf i as it is, a row (i, j, ...) for those stacked."""
@@ -26,23 +44,30 @@ Groups = tuple[tuple[int, ...], ...]
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """tree: the structure of the model's own tree. groups: what each array holds of its leaves. kept: the
-    names of arrays of the plan's own that go with them, from call to call; begun: each has something in it.
+    """tree: the structure of the model's own tree. groups: what each array holds of its leaves; orders: in
+    which order. kept: the names of arrays of the plan's own that go with them, from call to call; begun: each
+    has something in it.
     """
 
     tree: Any
     groups: Groups
     kept: tuple[str, ...] = ()
     begun: bool = False
+    orders: Orders = ()
 
     @functools.cached_property
     def paths(self) -> tuple[str, ...]:
-        """The arrays' names: a leaf's path, with * where those of a row differ."""
+        """The arrays' names: a leaf's path, with * where those of a row differ, and an order after an @: what
+        is saved in one order is not read in another.
+        """
         leaves, _ = jax.tree_util.tree_flatten_with_path(
             jax.tree.unflatten(self.tree, range(self.tree.num_leaves))
         )
         paths = [jax.tree_util.keystr(path) for path, _ in leaves]
-        return (*(row_path([paths[i] for i in group]) for group in self.groups), *self.kept)
+        names = [row_path([paths[i] for i in group]) for group in self.groups]
+        orders = [order_at(self.orders, n) for n in range(len(names))]
+        marked = (f"{name}@{order}" if order else name for name, order in zip(names, orders, strict=True))
+        return (*marked, *self.kept)
 
 
 class _Name:
@@ -75,10 +100,10 @@ class Placed:
         self.layout, self.arrays = layout, tuple(arrays)
 
     def opened(self) -> Any:
-        """The model's tree; leaves of a row are `Element`s."""
-        return jax.tree.unflatten(
-            self.layout.tree, scattered(self.layout.groups, self.arrays[: len(self.layout.groups)])
-        )
+        """The model's tree; leaves of a row are `Element`s, those in another order `Ordered`."""
+        layout = self.layout
+        leaves = scattered(layout.groups, self.arrays[: len(layout.groups)], layout.orders)
+        return jax.tree.unflatten(layout.tree, leaves)
 
     @property
     def kept(self) -> dict[str, Any]:
@@ -134,7 +159,12 @@ class Element:
         return self.stacked.dtype
 
     def array(self) -> Any:
-        return jax.lax.index_in_dim(self.stacked, self.index, keepdims=False)
+        return jax.lax.index_in_dim(plain(self.stacked), self.index, keepdims=False)
+
+
+def plain(x: Any) -> Any:
+    """A leaf as an array of its own, in the model's own order."""
+    return x.array() if isinstance(x, Element | Ordered) else x
 
 
 def opened(tree: Any) -> Any:
@@ -149,8 +179,8 @@ def is_placed(x: Any) -> bool:
 def closed(tree: Any, layouts: Mapping[Any, Layout], kept: Mapping[str, Any] | None = None) -> Any:
     """The model's tree with a `Placed` in place of each part that has the structure of one of the layouts.
 
-    Leaves that are `Element`s elsewhere become arrays. kept: what goes with the first part whose layout keeps
-    something, by name.
+    Leaves that are `Element`s or `Ordered` elsewhere become arrays. kept: what goes with the first part whose
+    layout keeps something, by name.
     """
     left = dict(kept or {})
 
@@ -159,38 +189,70 @@ def closed(tree: Any, layouts: Mapping[Any, Layout], kept: Mapping[str, Any] | N
 
     def one(x: Any) -> Any:
         if not here(x):
-            return x.array() if isinstance(x, Element) else x
+            return plain(x)
         layout = layouts[jax.tree.structure(x)]
-        arrays = gathered(layout.groups, jax.tree.leaves(x))
+        arrays = gathered(layout.groups, jax.tree.leaves(x), orders=layout.orders)
         if layout.kept and all(name in left for name in layout.kept):
             return Placed(layout, [*arrays, *map(left.pop, layout.kept)])
-        if all(len(group) == 1 for group in layout.groups):
+        if all(len(group) == 1 for group in layout.groups) and not layout.orders:
             return jax.tree.unflatten(layout.tree, arrays)
         return Placed(dataclasses.replace(layout, kept=(), begun=False), arrays)
 
     return jax.tree.map(one, tree, is_leaf=here)
 
 
-def gathered(groups: Groups, leaves: Sequence[Any], stack: Callable[..., Any] | None = None) -> list[Any]:
-    """An array for each group: a leaf as it is, a row stacked, unless it is there stacked already.
+def gathered(
+    groups: Groups, leaves: Sequence[Any], stack: Callable[..., Any] | None = None, orders: Orders = ()
+) -> list[Any]:
+    """An array for each group: a leaf as it is, a row stacked, each in its order, unless it is there so.
 
     stack: makes of the leaves of group number n what is not there, `stack(leaves, n)`; by default in place.
     """
 
     def one(number: int, group: tuple[int, ...]) -> Any:
-        row = [leaves[i] for i in group]
-        if (found := whole(row)) is not None:
+        row, order = [leaves[i] for i in group], order_at(orders, number)
+        if (found := stored(row, order)) is not None:
             return found
         if stack is not None:
             return stack(row, number)
-        arrays = [x.array() if isinstance(x, Element) else x for x in row]
-        return arrays[0] if len(arrays) == 1 else jnp.stack(arrays)
+        arrays = list(map(plain, row))
+        array = arrays[0] if len(arrays) == 1 else jnp.stack(arrays)
+        return array if order is None else order.of(array)
 
     return [one(n, group) for n, group in enumerate(groups)]
 
 
+def stored(row: Sequence[Any], order: Order | None) -> Any | None:
+    """What holds exactly these leaves, in this order; None where nothing does."""
+    found = whole(row)
+    if isinstance(found, Ordered):
+        return found.stored if found.order == order else None
+    return found if order is None else None
+
+
+def apart(groups: Groups, leaves: Sequence[Any], orders: Orders = ()) -> list[str]:
+    """What to tell of a call with leaves that are not there as they are stored."""
+    stacked, moved = 0, 0
+    for number, group in enumerate(groups):
+        row, order = [leaves[i] for i in group], order_at(orders, number)
+        if stored(row, order) is None:
+            stacked += len(group) * (len(group) > 1 and whole(row) is None)
+            moved += order is not None or isinstance(whole(row), Ordered)
+    ways = (
+        (stacked, "the model's own tree, and are stacked", "stacks"),
+        (moved, "another order than the plan's, and are reordered", "reorders"),
+    )
+    return [
+        f"{count} arrays come in {how} in every call; .place(...) {once} them once"
+        for count, how, once in ways
+        if count
+    ]
+
+
 def whole(row: Sequence[Any]) -> Any | None:
-    """What holds exactly these leaves, in order; None where they are arrays of their own, or a part."""
+    """What holds exactly these leaves, one after the other, an `Ordered` where it has an order of its own;
+    None where they are arrays of their own, or a part.
+    """
     first = row[0]
     if len(row) == 1:
         return None if isinstance(first, Element) else first
@@ -200,10 +262,12 @@ def whole(row: Sequence[Any]) -> Any | None:
     return first.stacked if all(same) else None
 
 
-def scattered(groups: Groups, arrays: Sequence[Any]) -> list[Any]:
-    """The leaves that the arrays hold, those of a row as `Element`s."""
+def scattered(groups: Groups, arrays: Sequence[Any], orders: Orders = ()) -> list[Any]:
+    """The leaves that the arrays hold, those of a row as `Element`s, those in another order as `Ordered`."""
     leaves: dict[int, Any] = {}
-    for group, array in zip(groups, arrays, strict=True):
+    for number, (group, array) in enumerate(zip(groups, arrays, strict=True)):
+        if (order := order_at(orders, number)) is not None:
+            array = Ordered(array, order)
         if len(group) == 1:
             leaves[group[0]] = array
         else:
