@@ -28,7 +28,7 @@ from jax.sharding import Mesh, PartitionSpec
 from xform.batch import Cut, Micro, Microbatches
 from xform.batch.microbatches import Leaves, Swept
 from xform.errors import Decline
-from xform.ops import resident
+from xform.ops import resident, rows
 from xform.pipeline.chunks import Chunks, Own, Placing
 from xform.pipeline.cutting import Pieces, cut, is_float, reached
 from xform.pipeline.layer import layer_of
@@ -188,18 +188,18 @@ class _Sweep:
     def ordered(self, x: Value) -> Value:
         """Layers in the order of the rows they are in."""
         order = self.placing.order
-        if order == tuple(range(x.shape[0])):
-            return x
-        return jnp.take(x, np.asarray(order, np.int32), axis=0)
+        if self.placing.ragged:  # some rows repeat a layer
+            return jnp.take(x, np.asarray(order, np.int32), axis=0)
+        return rows.by_stage(x, order)
 
     def natural(self, g: Value, layers: int) -> Value:
         """Gradients of rows as those of layers, in the layers' own order."""
-        order, valid = self.placing.order, self.placing.valid.ravel()
         g = resident.stacked(g)
-        if order == tuple(range(layers)):
-            return g
+        order = self.placing.order
+        if not self.placing.ragged:
+            return rows.in_own_order(g, order)
         back = np.zeros(layers, np.int32)
-        for row, (number, is_valid) in enumerate(zip(order, valid, strict=True)):
+        for row, (number, is_valid) in enumerate(zip(order, self.placing.valid.ravel(), strict=True)):
             if is_valid:
                 back[number] = row
         return jnp.take(g, back, axis=0)
