@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 
-STACKED, TOGETHER, ACCUMULATOR, ACCUMULATE, CLEARED, SETTLED = (
-    f"resident_{name}" for name in ("stacked", "together", "accumulator", "accumulate", "cleared", "settled")
+STACKED, TOGETHER, ACCUMULATOR, ACCUMULATE, BEGUN, SETTLED = (
+    f"resident_{name}" for name in ("stacked", "together", "accumulator", "accumulate", "begun", "settled")
 )
 
 
@@ -51,34 +51,33 @@ def accumulator(w: Any, dtype: Any) -> Any:
     return jax.jit(resident_accumulator)(w)
 
 
-def accumulate(total: Any, x: Any, *at: Any) -> Any:
-    """The terms with x added at these numbers of the first dimensions. x: total's shape without them."""
+def accumulate(total: Any, x: Any, *at: Any, fresh: Any = None) -> Any:
+    """The terms with x added at these numbers of the first dimensions. x: total's shape without them. fresh:
+    whether it is the first there, and takes the place of what is there.
+    """
 
     def resident_accumulate(total: Any, x: Any, *at: Any) -> Any:
         return added(total, x, *at)
 
-    return jax.jit(resident_accumulate)(total, x, *at)
+    def resident_begun(total: Any, x: Any, fresh: Any, *at: Any) -> Any:
+        return added(total, x, *at, fresh=fresh)
+
+    if fresh is None:
+        return jax.jit(resident_accumulate)(total, x, *at)
+    return jax.jit(resident_begun)(total, x, fresh, *at)
 
 
-def added(total: Any, x: Any, *at: Any) -> Any:
-    """total[at] += x."""
+def added(total: Any, x: Any, *at: Any, fresh: Any = None) -> Any:
+    """total[at] += x, or where `fresh`, total[at] = x."""
     if not at:
         return total + x.astype(total.dtype)
     start = (*at, *[np.int32(0)] * (total.ndim - len(at)))
     shape = (*[1] * len(at), *total.shape[len(at) :])
     before = jax.lax.dynamic_slice(total, start, shape)
+    if fresh is not None:
+        before = jax.lax.select(jnp.broadcast_to(fresh, shape), jnp.zeros_like(before), before)
     after = before + jax.lax.reshape(x.astype(total.dtype), shape)
     return jax.lax.dynamic_update_slice(total, after, start)
-
-
-def cleared(total: Any, at: Any, size: int) -> Any:
-    """The terms with zeros in `size` rows of the second dimension."""
-
-    def resident_cleared(total: Any, at: Any) -> Any:
-        shape = (total.shape[0], size, *total.shape[2:])
-        return jax.lax.dynamic_update_slice_in_dim(total, jnp.zeros(shape, total.dtype), at, 1)
-
-    return jax.jit(resident_cleared)(total, at)
 
 
 def settled(total: Any, w: Any) -> Any:

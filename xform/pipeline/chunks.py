@@ -122,9 +122,12 @@ class Chunks:
 
     def place(self, at: Value) -> Value:
         """Where the weights of a row are, of those that are there."""
-        return at if self.resident * self.placing.size == len(self.placing.layers[0]) else at % (
-            self.resident * self.placing.size
-        )
+        return at if self.has_all else at % (self.resident * self.placing.size)
+
+    @property
+    def has_all(self) -> bool:
+        """Whether the weights of all chunks are there at once."""
+        return self.resident * self.placing.size == self.placing.layers.shape[1]
 
     def through(
         self, z: list[Value], own: Own, cols: Mapping[str, Value], every: Mapping[str, Any], saved: Any
@@ -195,7 +198,7 @@ class Chunks:
                 outs = inline(program, *kept, *rest, *cts)
                 moved, more = outs[: len(self.moving_floats)], outs[len(self.moving_floats) :]
                 if kind == "both":
-                    totals = self.added(totals, more, at)
+                    totals = self.added(totals, more, at, cols)
                 else:
                     late = [_put(b, x, cols["late"], c) for b, x in zip(late, more, strict=True)]
                 return (self.passed(dz, passed, moved, valid), totals, late), None
@@ -253,17 +256,24 @@ class Chunks:
                 outs = inline(self.layer.weight, *kept, *self.rest(at, number, own, every, told), *late)
                 real = cols["kind"] > 0
                 outs = [_choose(real, x, jnp.zeros_like(x)) for x in outs]
-                return self.added(totals, outs, at), None
+                return self.added(totals, outs, at, cols), None
 
             totals, _ = _loop_out(one, own["totals"][k], self.placing.size)
             new["totals"] = _replaced(new["totals"], k, totals)
         return new
 
-    def added(self, totals: Sequence[Value], more: Sequence[Value], at: Value) -> list[Value]:
-        """The gradients of what is wanted with those of one layer: those of rows at its row."""
-        rows = len(self.layer.rest) - len(self.layer.operands.rows)
+    def added(
+        self, totals: Sequence[Value], more: Sequence[Value], at: Value, cols: Mapping[str, Value]
+    ) -> list[Value]:
+        """The gradients of what is wanted with those of one layer: those of rows at its row. Where chunks take
+        turns in a place, the first of one takes the place of the last one's sum.
+        """
+        stacks = len(self.layer.rest) - len(self.layer.operands.rows)
+        fresh = None if self.has_all else cols["fresh"] == 1
         return [
-            resident.accumulate(total, x, *([self.place(at)] if n >= rows else []))
+            resident.accumulate(total, x, self.place(at), fresh=fresh)
+            if n >= stacks
+            else resident.accumulate(total, x)
             for n, total, x in zip(self.layer.wanted, totals, more, strict=True)
         ]
 

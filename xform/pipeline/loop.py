@@ -335,9 +335,9 @@ class _Sweep:
         return {**state, "own": {**state["own"], "weights": weights}}
 
     def flushed(self, state: Any, chunk: Value) -> Any:
-        """A chunk's gradients are summed over devices; others take their place."""
+        """A chunk's gradients are summed over devices; the next one's take their place when they come."""
         size, place = self.placing.size, chunk % self.runs.resident * self.placing.size
-        own, every = dict(state["own"]), dict(state["every"])
+        own, every = state["own"], dict(state["every"])
         for k in range(len(self.pulls)):
             totals, whole = list(own["totals"][k]), list(every["whole"][k])
             for j, n in enumerate(self.stacked_wants):
@@ -345,8 +345,7 @@ class _Sweep:
                 at = self.layer.wanted.index(n)
                 sums = resident.settled(_rows(totals[at], place, size), _rows(like, chunk * size, size))
                 whole[j] = _put_rows(whole[j], sums, chunk * size)
-                totals[at] = resident.cleared(totals[at], place, size)
-            own["totals"], every["whole"] = _set(own["totals"], k, totals), _set(every["whole"], k, whole)
+            every["whole"] = _set(every["whole"], k, whole)
         return {"own": own, "every": every}
 
     def rounds(self, rounds: Sequence[Round], later: int) -> Any:

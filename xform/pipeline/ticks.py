@@ -28,10 +28,10 @@ REGISTER, OUTSIDE, WAITING = range(3)
 
 FAMILY: dict[Kind, Family] = {"forward": "forward", "backward": "input", "input": "input", "weight": "weight"}
 
-COLUMNS = ("kind", "chunk", "microbatch", "take", "wait", "saved", "late", "put", "put_back")
+COLUMNS = ("kind", "chunk", "microbatch", "take", "wait", "saved", "late", "fresh", "put", "put_back")
 """What a tick says of each stage. kind: 1 + its number in KINDS, 0 where there is no work. take: one of the
 three above; wait: the slot that it takes from. saved: that of what is kept for the backward pass; late: of
-what the gradient of weights waits for. put, put_back: in which what has come by now goes, of activations and
+what the gradient of weights waits for; fresh: 1 for a chunk's first gradient of weights. put, put_back: in which what has come by now goes, of activations and
 of gradients, before the register is sent over.
 """
 
@@ -230,7 +230,11 @@ class _Run:
 
     def run(self) -> Run:
         columns = self.columns
+        met: set[tuple[int, int]] = set()
         for tick, stage, work in self.schedule.works():
+            if "weight" in GIVES[work.kind] and (stage, work.chunk) not in met:
+                met.add((stage, work.chunk))
+                columns["fresh"][tick, stage] = 1
             columns["kind"][tick, stage] = 1 + KINDS.index(work.kind)
             columns["chunk"][tick, stage] = work.chunk
             columns["microbatch"][tick, stage] = work.microbatch

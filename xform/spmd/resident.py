@@ -10,16 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 
-from xform.higher_order import bodies
 from xform.ops import resident
 from xform.spmd.layout import Laid, Piece
 from xform.spmd.loops import call, terms_of
 from xform.spmd.values import Val
 from xform.spmd.walk import Walk
-from xform.trace import JaxprEqn, shape_of
+from xform.trace import JaxprEqn
 
 
 def together(walk: Walk, eqn: JaxprEqn, vals: list[Val]) -> list[Val]:
@@ -42,21 +40,11 @@ def accumulator(walk: Walk, eqn: JaxprEqn, vals: list[Val]) -> list[Val]:
 
 def accumulate(walk: Walk, eqn: JaxprEqn, vals: list[Val]) -> list[Val]:
     total, x, *at = vals
+    fresh = walk.whole(at.pop(0)) if eqn.params["name"] == resident.BEGUN else None
     laid = total.laid if total.make is None else walk.settled(total)
     more = terms_of(walk, x, Laid(laid.dims[len(at) :], laid.partial))
-    made = resident.added(walk.get(total, laid), more, *map(walk.whole, at))
+    made = resident.added(walk.get(total, laid), more, *map(walk.whole, at), fresh=fresh)
     val = walk.held(made, total.aval, laid)
-    val.terms = val.gradient = bool(laid.partial)
-    return [val]
-
-
-def cleared(walk: Walk, eqn: JaxprEqn, vals: list[Val]) -> list[Val]:
-    total, at = vals
-    laid = total.laid if total.make is None else walk.settled(total)
-    x, body = walk.get(total, laid), bodies(eqn)[0]
-    size = shape_of(body.eqns[-1].invars[1])[1]
-    zeros = jnp.zeros((x.shape[0], size, *x.shape[2:]), x.dtype)
-    val = walk.held(jax.lax.dynamic_update_slice_in_dim(x, zeros, walk.whole(at), 1), total.aval, laid)
     val.terms = val.gradient = bool(laid.partial)
     return [val]
 
@@ -72,7 +60,7 @@ _BY_NAME: dict[str, Callable[[Walk, JaxprEqn, list[Val]], list[Val]]] = {
     resident.TOGETHER: together,
     resident.ACCUMULATOR: accumulator,
     resident.ACCUMULATE: accumulate,
-    resident.CLEARED: cleared,
+    resident.BEGUN: accumulate,
     resident.SETTLED: settled,
     resident.STACKED: lambda walk, eqn, vals: vals,
 }
