@@ -23,12 +23,12 @@ from typing import ClassVar, Literal
 from jax.interpreters import partial_eval
 from jax.sharding import NamedSharding, PartitionSpec
 
-from xform.batch import Cut, Microbatches, Mixes, Placed, Split, cut, find_batch, flat
+from xform.batch import Cut, Microbatches, Placed, Split, cut_along_batch, divided
 from xform.context import Context
 from xform.errors import PlanError
 from xform.plans.rules import MAXTEXT_RULES
 from xform.report import Report
-from xform.trace import Jaxpr, source_line
+from xform.trace import Jaxpr
 
 BATCH_AXES = dict(MAXTEXT_RULES)["activation_batch"]
 """The mesh axes that the batch may lie on."""
@@ -62,8 +62,21 @@ class Accumulate:
         if context.stage == "step":
             used = [True] * len(jaxpr.outvars)
             return partial_eval.dce_jaxpr(jaxpr, used, instantiate=True)[0]
-        found = self._cut(flat(jaxpr), context)
-        if found is None:
+        if context.stage_axes:
+            return self._through_stages(jaxpr, context)
+        found = cut_along_batch(
+            jaxpr,
+            context.roles,
+            "accumulate",
+            context.report,
+            lambda size, found: self._split(size, found, context),
+        )
+        if isinstance(found, Placed):
+            context.report.declined("accumulate", "the model", str(found), found.line)
+            return jaxpr
+        if found.split.steps == 1:
+            whole = f"one microbatch is the whole batch of {found.split.whole}"
+            context.report.declined("accumulate", "the model", whole)
             return jaxpr
         self._tell(found, context.report)
         groups = (
@@ -80,37 +93,22 @@ class Accumulate:
                 f" it has steps = {self.steps}, rows = {self.rows}"
             )
 
-    def _cut(self, jaxpr: Jaxpr, context: Context) -> Cut | None:
-        """The program cut along the likeliest axis along which that can be."""
-        roles = context.roles(jaxpr)
-        refused: Placed | None = None
-        for factors in find_batch(jaxpr, roles):
-            size = prod(f.size for f in factors)
-            try:
-                found = cut(jaxpr, roles.axes, factors, Split(size, 1))
-                if not found.data or not (found.parts or found.gathered):
-                    continue
-                split = self._split(size, jaxpr, found, context)
-                if split.steps > 1:
-                    return cut(jaxpr, roles.axes, factors, split)
-                whole = f"one microbatch is the whole batch of {size}"
-                context.report.declined("accumulate", "the model", whole)
-                return None
-            except Mixes as why:
-                refused = refused or (why if isinstance(why, Placed) else Placed(str(why), ""))
-        if refused is None:
-            none = "none of its inputs has a batch that is summed over: name its axis in the plan, as batch"
-            context.report.declined("accumulate", "the model", none)
-            return None
-        eqn = jaxpr.eqns[refused.equation] if refused.equation >= 0 else None
-        if eqn is not None and eqn.primitive.name == "remat2":
-            what = "took away a jax.checkpoint with the loss in it"
-            context.report.did("accumulate", what, "it ends after the sum over the batch", source_line(eqn))
-            return self._cut(flat(jaxpr, refused.equation), context)
-        context.report.declined("accumulate", "the model", str(refused), refused.line)
-        return None
+    def _through_stages(self, jaxpr: Jaxpr, context: Context) -> Jaxpr:
+        """With Pipeline in the plan, its microbatches are so many times as many."""
+        if self.rows:
+            raise PlanError(
+                "accumulate: with pipeline in the plan, give steps: so many times as many microbatches go"
+                " through the stages"
+            )
+        context.steps = self.steps
+        context.report.did(
+            "accumulate",
+            f"{self.steps} times as many microbatches go through the pipeline",
+            "their gradients are added up there, in what pipeline.dtype says",
+        )
+        return jaxpr
 
-    def _split(self, size: int, jaxpr: Jaxpr, found: Cut, context: Context) -> Split:
+    def _split(self, size: int, found: Cut, context: Context) -> Split:
         groups = prod(context.mesh.shape[axis] for axis in self._axes(context))
         steps = self.steps or max(size // self.rows, 1)
         whole, option = steps * groups, f"steps = {self.steps}"
@@ -121,11 +119,8 @@ class Accumulate:
             fit = [
                 n for n in range(1, size + 1) if size % (n * each) == 0 and (self.steps or n % groups == 0)
             ]
-            by = f" on {groups} groups of devices" if groups > 1 else ""
-            raise PlanError(
-                f"accumulate.{option} does not divide the batch of {size}{by}, of"
-                f" {_paths(jaxpr, found, context)}; what does: {', '.join(map(str, fit)) or 'nothing'}"
-            )
+            paths = [leaf.path for leaf in context.inputs]
+            raise divided(f"accumulate.{option}", size, groups, found, paths, fit)
         return Split(size, steps, groups)
 
     def _axes(self, context: Context) -> tuple[str, ...]:
@@ -158,9 +153,3 @@ class Accumulate:
                 " jax_threefry_partitionable draw the same, but for gamma",
                 line,
             )
-
-
-def _paths(jaxpr: Jaxpr, found: Cut, context: Context) -> str:
-    paths = dict(zip(jaxpr.invars, (leaf.path for leaf in context.inputs), strict=False))
-    named = [paths.get(v) or v.aval.str_short() for v in found.data]
-    return ", ".join(named[:3])

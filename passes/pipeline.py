@@ -5,26 +5,28 @@
                                               x' = ppermute x                          to the next stage
                                               loss, dx = head x;  dx = the chunk's gradients
 
-The program that is about to be differentiated is cut where it has summed over the batch, as Accumulate cuts it, and a
-microbatch's part of it at its stack of layers (`xform.pipeline`). What runs when is a schedule, a table of
-ticks and stages (`xform.schedules`), and values and gradients of each microbatch are computed inside it: so what is kept for
-the backward pass is as much as the table says, not as much as there are microbatches.
+The program that is about to be differentiated is cut where it has summed over the batch, as Accumulate cuts
+it, and a microbatch's part of it at its stack of layers (`xform.pipeline`). What runs when is a schedule, a
+table of ticks and stages (`xform.schedules`), and a microbatch's gradients are computed inside of it: so as
+much is kept for the backward pass as the table says, not as much as there are microbatches.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Literal
+import os
+from typing import ClassVar, Literal
 
 from jax.interpreters import partial_eval
 
-from xform.batch import Cut, Mixes, Placed, Split, cut, find_batch, flat
+from xform.batch import Cut, Placed, Split, cut_along_batch, divided
 from xform.context import Context
 from xform.errors import Decline, PlanError
-from xform.pipeline import Pipelined, Shape, find_stack, microbatch
+from xform.pipeline import Pipelined, Shape
 from xform.registry import unknown
-from xform.schedules import SCHEDULES, Schedule, check, make
-from xform.trace import Jaxpr, source_line, trace_flat
+from xform.report import amount
+from xform.schedules import SCHEDULES, Schedule, check, cost, make
+from xform.trace import Jaxpr, source_line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,64 +34,134 @@ class Pipeline:
     """Options:
 
     axis: the mesh axis of the stages.
-    microbatches: into how many the batch is cut.
+    microbatches: into how many the batch is cut; with Accumulate in the plan, so many in each of its steps.
     schedule: a row of `xform.schedules.SCHEDULES`, or the path of a file with a table of your own.
     repeats: chunks of layers a stage, for schedules that take several.
-    delay: ticks that activations are under way beyond the next.
-    dtype: in which gradients are added up, "" for each gradient's own.
+    delay: ticks that activations are under way beyond the next, for `gpipe` and `circular`.
+    dtype: in which gradients are added up over microbatches, "" for each gradient's own.
 
-    Raises PlanError where the mesh lacks the axis, where there are fewer layers than blocks, where the batch
-    cannot be divided so, and for a table that cannot run.
+    A stack that the model has layer by layer is made a loop before (Roll), which the plan need not name.
+    Raises PlanError where the mesh lacks the axis, where there is no stack or fewer layers than blocks, where
+    the batch cannot be divided or rows of it meet, with the line, and for a table that cannot run.
     """
 
     axis: str = "stage"
     microbatches: int = 8
-    schedule: str = "1f1b"
+    schedule: str = "eager-1f1b"
     repeats: int = 1
     delay: int = 0
     dtype: Literal["float32", "bfloat16", "float16", ""] = ""
 
     stages: ClassVar[tuple[str, ...]] = ("model", "step")
-    after: ClassVar[tuple[str, ...]] = ("roll", "chunkedloss", "kernels", "quantize", "remat")
+    after: ClassVar[tuple[str, ...]] = ("roll", "chunkedloss", "kernels", "quantize", "remat", "accumulate")
+    brings: ClassVar[tuple[str, ...]] = ("roll",)
+
+    @property
+    def stage_axis(self) -> str:
+        """The mesh axis that layers lie over, and nothing else but the vocabulary."""
+        return self.axis
 
     def rewrite(self, jaxpr: Jaxpr, context: Context) -> Jaxpr:
         if context.stage == "step":
-            context.stage_axes = (self.axis,)
             used = [True] * len(jaxpr.outvars)
             return partial_eval.dce_jaxpr(jaxpr, used, instantiate=True)[0]
         schedule = self._schedule(context)
         check(schedule)
-        found = self._cut(flat(jaxpr), context)
-        program = microbatch(found)
-        stack = find_stack(program, len(found.same))
-        sizes = _sizes(stack.layers, schedule.blocks)
-        shape = Shape(context.mesh, self.axis, schedule, sizes)
-        pipelined = Pipelined(found, self.dtype, shape, context.report)
-        return pipelined.whole(jaxpr, "pipeline")
+        found = cut_along_batch(
+            jaxpr,
+            context.roles,
+            "pipeline",
+            context.report,
+            lambda size, found: self._split(size, schedule, found, context),
+        )
+        if isinstance(found, Placed):
+            where = f" ({found.line})" if found.line else ""
+            raise PlanError(f"pipeline: the batch cannot be cut into microbatches: {found}{where}")
+        pipelined = Pipelined(found, self.dtype, context.report)
+        try:
+            stack = pipelined.stack
+            sizes = _sizes(stack.layers, schedule, source_line(stack.eqn))
+            pipelined.shape = Shape(context.mesh, self.axis, schedule, sizes)
+            self._tell(pipelined, context)
+            return pipelined.whole(jaxpr, "pipeline")
+        except Decline as why:
+            raise PlanError(f"pipeline: {why}") from None
 
     def _schedule(self, context: Context) -> Schedule:
         sizes = dict(context.mesh.shape)
         if self.axis not in sizes:
-            raise PlanError(f"pipeline.axis = {self.axis!r}: the mesh has {', '.join(sizes)}")
+            raise PlanError(
+                f"pipeline.axis = {self.axis!r}: the mesh has {', '.join(sizes) or 'no axes'}; name one of them,"
+                f" or give the mesh {self.axis} = 4, say"
+            )
+        stages, microbatches = sizes[self.axis], self.microbatches * context.steps
+        if stages == 1:
+            raise PlanError(
+                f"pipeline.axis = {self.axis!r} has one device in the mesh: a pipeline takes two or more"
+            )
+        if self.microbatches < 1:
+            raise PlanError(f"pipeline.microbatches = {self.microbatches}: it is a whole number of 1 or more")
         if self.schedule in SCHEDULES:
-            return make(self.schedule, sizes[self.axis], self.microbatches, self.repeats, self.delay)
-        raise unknown("schedule", self.schedule, SCHEDULES, "pipeline.schedule")
+            return make(self.schedule, stages, microbatches, self.repeats, self.delay)
+        if not os.path.exists(self.schedule):
+            error = unknown("schedule", self.schedule, SCHEDULES, "pipeline.schedule")
+            raise PlanError(f"{error}; or the path of a file with a table, which {self.schedule!r} is not")
+        own = Schedule.load(self.schedule)
+        for what, has, wants in (
+            ("stages", own.stages, stages),
+            ("microbatches", own.microbatches, microbatches),
+        ):
+            if has != wants:
+                of = f"the mesh axis {self.axis!r} has" if what == "stages" else "pipeline.microbatches says"
+                raise PlanError(f"pipeline.schedule = {self.schedule!r} has {has} {what}, and {of} {wants}")
+        return own
 
-    def _cut(self, jaxpr: Jaxpr, context: Context) -> Cut:
-        roles = context.roles(jaxpr)
-        for factors in find_batch(jaxpr, roles):
-            size = 1
-            for f in factors:
-                size *= f.size
-            try:
-                found = cut(jaxpr, roles.axes, factors, Split(size, 1))
-                if not found.data or not (found.parts or found.gathered):
-                    continue
-                return cut(jaxpr, roles.axes, factors, Split(size, self.microbatches))
-            except Mixes:
-                continue
-        raise PlanError("pipeline: no batch")
+    def _split(self, size: int, schedule: Schedule, found: Cut, context: Context) -> Split:
+        if size % schedule.microbatches:
+            fit = [n for n in range(1, size + 1) if size % n == 0]
+            paths = [leaf.path for leaf in context.inputs]
+            option = f"pipeline.microbatches = {self.microbatches}"
+            if context.steps > 1:
+                option += f", times accumulate.steps = {context.steps},"
+            raise divided(option, size, 1, found, paths, fit)
+        return Split(size, schedule.microbatches)
+
+    def _tell(self, pipelined: Pipelined, context: Context) -> None:
+        schedule, report, stack = pipelined.shape.schedule, context.report, pipelined.stack
+        line, sizes = source_line(stack.eqn), pipelined.shape.sizes
+        most = max(sizes)
+        chunks = f"{schedule.repeats} chunks of" if schedule.repeats > 1 else "a run of"
+        uneven = f", or {min(sizes)}" if min(sizes) < most else ""
+        rows = pipelined.cut.split.rows
+        report.did(
+            "pipeline",
+            f"{stack.layers} layers are {schedule.stages} stages over {self.axis!r}",
+            f"{chunks} {most} layers{uneven} each; {schedule.microbatches} microbatches of {rows} rows",
+            line,
+        )
+        taken = cost(schedule)
+        report.did(
+            "pipeline",
+            f"schedule {schedule.name}: {schedule.ticks} ticks, {taken.idle} of {taken.slots} slots idle"
+            f" ({taken.bubble:.1%})",
+            f"a stage keeps at most {max(taken.alive)} inputs of a chunk; {taken.permutes('next')} ticks send to"
+            f" the next stage, {taken.permutes('previous')} to the one before",
+        )
+        if context.differentiated:
+            report.did("pipeline", "gradients are added up in " + (self.dtype or "their own dtype"))
+        for nbytes, what in pipelined.travels():
+            report.did("pipeline", f"{amount(nbytes)} travel with each microbatch", what)
+        for other in pipelined.others:
+            why = "it is not the largest stack: every stage computes it"
+            report.declined("pipeline", "another loop over layers", why, source_line(other))
 
 
-def _sizes(layers: int, blocks: int) -> tuple[int, ...]:
+def _sizes(layers: int, schedule: Schedule, line: str) -> tuple[int, ...]:
+    """How many layers each block has: as even as can be, the first ones one more."""
+    blocks = schedule.blocks
+    if layers < blocks:
+        raise PlanError(
+            f"pipeline: the stack has {layers} layers ({line}), and {schedule.stages} stages of"
+            f" {schedule.repeats} chunks need {blocks} or more: take fewer repeats, or fewer stages"
+        )
     return tuple(layers // blocks + (b < layers % blocks) for b in range(blocks))

@@ -179,7 +179,10 @@ class Shard:
             rules |= {n: [("tensor", *axes) for axes in rules.get(n) or [()]] for n in SEQUENCE_PARALLEL}
             rules["activation_embed"] = []
         if context.stage_axes:
-            rules = {name: [staged(name, axes, context.stage_axes) for axes in each] for name, each in rules.items()}
+            rules = {
+                name: [staged(name, axes, context.stage_axes) for axes in each]
+                for name, each in rules.items()
+            }
         given = {name: alternatives(name, value) for name, value in self.rules.items()}
         layout = Layout(context.mesh, rules, given, context.report)
         if self.sequence_parallel:

@@ -47,6 +47,7 @@ LAYERS = (
     "context",  # what a pass is told
     "sharding",  # rules to layouts, constraints, arrays on a mesh
     "spmd",  # a program from the view of one shard, its collectives written out
+    "pipeline",  # layers over stages: a schedule's table as loops of ticks
     "ordering",  # the state stored in the order of stages
     "hlo",  # the compiled module, read
     "promises",  # the compiled module, held to what was promised

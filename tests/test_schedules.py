@@ -357,7 +357,10 @@ def test_a_text_that_is_no_table_is_refused(text: str, said: str) -> None:
         (("gpip", 4, 8), "no schedule 'gpip' (did you mean 'gpipe'?)"),
         (("interleaved", 4, 6, 2), "6 microbatches are no multiple of 4 stages; take 4 or 8, or circular"),
         (("interleaved", 4, 3, 2), "take 4, or circular"),
-        (("1f1b", 4, 8, 2), "a stage has one chunk, and repeats is 2; circular and eager-1f1b and interleaved take several"),
+        (
+            ("1f1b", 4, 8, 2),
+            "a stage has one chunk, and repeats is 2; circular and eager-1f1b and interleaved take several",
+        ),
         (("zb-h1", 4, 8, 1, 1), "only a loop of ticks takes a delay, as gpipe or circular"),
         (("gpipe", 0, 8), "stages is 0"),
         (("gpipe", 4, 8, 1, -1), "delay is -1"),

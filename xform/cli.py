@@ -123,7 +123,11 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
     text = "Print the schedule of a pipeline as a table, its idle slots, what it keeps and what travels."
     add = command("schedule", text, _json).add_argument
-    add("schedule", metavar="NAME", help="gpipe, circular, eager-1f1b, 1f1b, interleaved, zb-h1, or a file with a table")
+    add(
+        "schedule",
+        metavar="NAME",
+        help="gpipe, circular, eager-1f1b, 1f1b, interleaved, zb-h1, or a file with a table",
+    )
     add("--stages", type=whole_number, metavar="N", help="how many stages the layers are cut into")
     add("--microbatches", type=whole_number, metavar="N", help="how many parts the batch is cut into")
     add("--repeats", type=whole_number, metavar="N", help="chunks of layers a stage (default: 1)")

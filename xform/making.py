@@ -23,6 +23,7 @@ from xform.plan import Pass, Plan
 from xform.program import LAST, Program, Stage, input_leaves, moved_names, next_state, stacked_leaves
 from xform.quantization.given import given
 from xform.quantization.weights import Storable
+from xform.registry import find
 from xform.report import Report
 from xform.sharding.memory import type_text
 from xform.state import Groups, Order, Orders, Packed, only, pack
@@ -47,7 +48,7 @@ class Making:
         """The program; a pass with a `settle` first decides, by trial of whole programs, what its plan leaves
         open.
         """
-        passes, report = list(self.plan.passes), Report()
+        passes, report = _brought(self.plan.passes), Report()
         for i, each in enumerate(passes):
             if (settle := getattr(each, "settle", None)) is None:
                 continue
@@ -107,6 +108,7 @@ class Making:
                 self.plan.axes,
                 codes=coded,
                 model=next(models),
+                stage_axes=staged,
                 **context,
             )
             after = _run(jaxpr, passes, made, stages, " (model)")
@@ -124,6 +126,7 @@ class Making:
             return model(jaxpr, leaves, model_passes, {"differentiated": True})
 
         model_passes = _of_stage(passes, "model")
+        staged = tuple(axis for p in passes if (axis := getattr(p, "stage_axis", "")))
         name = getattr(self.fn, "__name__", "fn")
         start = time.perf_counter()
         paths = [leaf.path for leaf in takes.inputs]
@@ -164,6 +167,7 @@ class Making:
             keeper=keeper,
             returns=returns,
             phase=self.phase,
+            stage_axes=staged,
         )
         jaxpr = _run(jaxpr, _of_stage(passes, "step"), context, stages, "")
         last = _in_order([p for p in passes if hasattr(p, "finish")])
@@ -232,6 +236,15 @@ def _run(
             check_jaxpr(jaxpr)
         stages.append(Stage(name + suffix, before, jaxpr))
     return jaxpr
+
+
+def _brought(passes: Sequence[Pass]) -> list[Pass]:
+    """The plan's passes, and those that one of them needs and the plan does not name."""
+    found = list(passes)
+    for name in dict.fromkeys(name for p in passes for name in getattr(p, "brings", ())):
+        if all(type(p).__name__.lower() != name for p in passes):
+            found.append(find(name)())
+    return found
 
 
 def _of_stage(passes: Sequence[Pass], stage: str) -> tuple[Pass, ...]:

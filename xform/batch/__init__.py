@@ -9,6 +9,20 @@ before, what in each microbatch, what once after. `microbatches` is the scan ove
 from xform.batch.cut import Cut, cut, find_batch, flat
 from xform.batch.local import Placed
 from xform.batch.microbatches import Microbatches
+from xform.batch.search import cut_along_batch, divided
 from xform.batch.states import Micro, Mixes, Split, State
 
-__all__ = ["Cut", "Micro", "Microbatches", "Mixes", "Placed", "Split", "State", "cut", "find_batch", "flat"]
+__all__ = [
+    "Cut",
+    "Micro",
+    "Microbatches",
+    "Mixes",
+    "Placed",
+    "Split",
+    "State",
+    "cut",
+    "cut_along_batch",
+    "divided",
+    "find_batch",
+    "flat",
+]

@@ -179,9 +179,7 @@ class Chunks:
         for k in range(self.streams):
             outside = None if every["ended"] is None else every["ended"][k]
             waiting = own.get("waiting_back")
-            dz = self.taken(
-                own["register_back"][k], None if waiting is None else waiting[k], outside, cols
-            )
+            dz = self.taken(own["register_back"][k], None if waiting is None else waiting[k], outside, cols)
             dz = [_choose(real, x, jnp.zeros_like(x)) for x in dz]
             held = (dz, new["totals"][k], new["late"][k] if kind == "input" else None)
 
@@ -265,8 +263,8 @@ class Chunks:
     def added(
         self, totals: Sequence[Value], more: Sequence[Value], at: Value, cols: Mapping[str, Value]
     ) -> list[Value]:
-        """The gradients of what is wanted with those of one layer: those of rows at its row. Where chunks take
-        turns in a place, the first of one takes the place of the last one's sum.
+        """The gradients of what is wanted with those of one layer: those of rows at its row. Where chunks
+        take turns in a place, the first of one takes the place of the last one's sum.
         """
         stacks = len(self.layer.rest) - len(self.layer.operands.rows)
         fresh = None if self.has_all else cols["fresh"] == 1

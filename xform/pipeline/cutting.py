@@ -14,11 +14,11 @@ travels too, as rows that are filled on the way.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
 from xform.batch.cut import COSTLY
 from xform.errors import Decline
@@ -65,9 +65,9 @@ class Pieces:
 
     fixed: variables that are made once of `same`, by `once`, and read in what follows. carried: what the
     first layer takes. riders: what travels unchanged with it. `told`: what layers read that is made of data
-    alone. enter gives (*carried, *riders) of (*fixed, *data, index). layer gives (*carried, *ys) of
-    (*carried, *riders that it reads, *fixed that it reads, *told, *row). leave gives the results of (*carried, *ys, *riders, *fixed,
-    *data, index).
+    alone; told_rows, a row of it a layer. ys: types of what one layer gives besides. enter gives (*carried,
+    *riders) of (*fixed, *data, index); tell gives (*told, *told_rows) of the same; leave the results of
+    (*carried, *ys, *riders, *fixed, *data, index). of_layer: where each operand of the loop comes from.
     """
 
     stack: Stack
@@ -84,9 +84,9 @@ class Pieces:
     of_layer: tuple[tuple[str, int], ...]  # where each operand of the layer's body comes from
 
 
-def find_stack(jaxpr: Jaxpr, same: int) -> Stack:
-    """The loop over layers of a microbatch's program, whose first `same` inputs are the same for all. The one
-    with the most weights where there are several. Raises Decline where there is none.
+def find_stacks(jaxpr: Jaxpr, same: int) -> list[Stack]:
+    """The loops over layers of a microbatch's program, whose first `same` inputs are the same for all; the
+    one with the most weights first. Raises Decline where there is none.
     """
     fixed = made_of(jaxpr, jaxpr.invars[:same], jaxpr.invars[same:])
     weights = {v for v in jaxpr.invars[:same] if is_weight(v)}
@@ -99,10 +99,10 @@ def find_stack(jaxpr: Jaxpr, same: int) -> Stack:
         rows = [v for v in eqn.invars[consts + carry :] if v in fixed and v in heavy and len(shape_of(v)) > 1]
         moves = [v for v in eqn.outvars[:carry] if v not in fixed and is_float(v)]
         if rows and moves:
-            found.append((sum(size(v) for v in rows), Stack(eqn, i)))
+            found.append((sum(size_of(v.aval) for v in rows), Stack(eqn, i)))
     if not found:
         raise Decline(NO_STACK)
-    return max(found, key=lambda each: each[0])[1]
+    return [stack for _, stack in sorted(found, key=lambda each: (-each[0], each[1].index))]
 
 
 def is_float(v: Any) -> bool:
@@ -114,8 +114,9 @@ def is_weight(v: Any) -> bool:
     return bool(shape_of(v)) and is_float(v)
 
 
-def size(v: Any) -> int:
-    return int(np.prod(shape_of(v), dtype=np.int64)) * int(getattr(v.aval.dtype, "itemsize", 1))
+def size_of(aval: Any) -> int:
+    """Bytes of a value of a type."""
+    return math.prod(aval.shape) * int(getattr(aval.dtype, "itemsize", 1))
 
 
 def reached(jaxpr: Jaxpr, start: Iterable[Var]) -> set[Var]:
@@ -135,9 +136,9 @@ def made_of(jaxpr: Jaxpr, of: Iterable[Var], but: Iterable[Var]) -> set[Any]:
 
 
 def cut(jaxpr: Jaxpr, same: int, differentiated: Sequence[int]) -> Pieces:
-    """A microbatch's program in its pieces. jaxpr: its inputs are `same` the same for all, then the data, then
-    the number of the microbatch. differentiated: numbers of inputs. Raises Decline, with the user's line,
-    where the stack cannot be cut.
+    """A microbatch's program in its pieces. jaxpr: its inputs are `same` the same for all, then the data,
+    then the number of the microbatch. differentiated: numbers of inputs. Raises Decline, with the user's
+    line, where the stack cannot be cut.
     """
     return _Cut(jaxpr, same, differentiated).pieces()
 
@@ -146,10 +147,12 @@ class _Cut:
     def __init__(self, jaxpr: Jaxpr, same: int, differentiated: Sequence[int]) -> None:
         self.jaxpr, self.same = jaxpr, same
         self.inputs, self.moving = jaxpr.invars[:same], jaxpr.invars[same:]
-        self.stack = find_stack(jaxpr, same)
+        self.stack = find_stacks(jaxpr, same)[0]
         self.fixed = made_of(jaxpr, (), self.moving)
         moved = {jaxpr.invars[i] for i in differentiated if i >= same}
-        heavy = {v for v in self.inputs if is_weight(v)} | moved | {v for v in jaxpr.constvars if is_weight(v)}
+        heavy = (
+            {v for v in self.inputs if is_weight(v)} | moved | {v for v in jaxpr.constvars if is_weight(v)}
+        )
         self.heavy = reached(jaxpr, heavy)
         self.costly = reached(jaxpr, (v for e in jaxpr.eqns if _costs(e) for v in e.outvars))
         self.maker = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
@@ -178,14 +181,16 @@ class _Cut:
         for v in eqn.invars[consts + carry :]:
             if not self.is_fixed(v) and not self.is_told(v):
                 raise Decline(
-                    f"the loop over layers goes through something that activations are made into, {_made(self, v)}"
+                    "the loop over layers goes through something that activations are made into, made"
+                    f" {_made(self, v)}: give all layers the same, or make it of weights alone"
                 )
         first = list(eqn.invars[consts : consts + carry])
-        shared = [v for v in eqn.invars[:consts] if isinstance(v, Var) and not self.is_fixed(v) and not self.is_told(v)]
+        others = [v for v in eqn.invars[:consts] if isinstance(v, Var) and not self.is_fixed(v)]
+        shared = [v for v in others if not self.is_told(v)]
         there = set(eqn.outvars) | self.fixed | set(self.moving)
         after = self.upstream(jaxpr.outvars, there)
         made_after = {v for i in after for v in jaxpr.eqns[i].outvars}
-        # what the end makes again of what is there before the stack, it is given instead where that is of weights
+        # What is there before the stack, and the end needs too, rides along, but for what the data tell.
         before = set(self.upstream([*first, *shared], self.fixed | set(self.moving)))
         after = [i for i in after if i not in before or self._again(i)]
         kept = {v for i in after for v in jaxpr.eqns[i].outvars}
@@ -193,7 +198,7 @@ class _Cut:
         reads += [v for v in jaxpr.outvars if isinstance(v, Var)]
         skips = [v for v in reads if v in made_after and v not in kept]
         riders = tuple(dict.fromkeys([*shared, *skips]))
-        told = tuple(dict.fromkeys(v for v in eqn.invars[:consts] if isinstance(v, Var) and self.is_told(v)))
+        told = tuple(dict.fromkeys(v for v in others if self.is_told(v)))
         told_rows = tuple(
             dict.fromkeys(v for v in eqn.invars[consts + carry :] if isinstance(v, Var) and self.is_told(v))
         )
@@ -203,11 +208,11 @@ class _Cut:
         used += [*eqn.invars, *jaxpr.outvars, *riders]
         fixed = tuple(dict.fromkeys(v for v in used if isinstance(v, Var) and v in self.fixed))
         once = self.upstream(fixed, set(self.inputs))
-        if any(jaxpr.eqns[i].effects for i in (*enter, *tell, *after)) or stack.body.effects:
-            at = next(
-                (e for e in (*(jaxpr.eqns[i] for i in (*enter, *tell, *after)), *equations(stack.body)) if e.effects), eqn
+        inside = [*(jaxpr.eqns[i] for i in (*enter, *tell, *after)), *equations(stack.body)]
+        if (at := next((e for e in inside if e.effects), None)) is not None:
+            raise Decline(
+                f"{at.primitive.name} has an effect, and a schedule runs it otherwise ({source_line(at)})"
             )
-            raise Decline(f"{at.primitive.name} has an effect, and a schedule runs it otherwise ({source_line(at)})")
         data = list(self.moving)
         carried_out, ys = eqn.outvars[:carry], eqn.outvars[carry:]
         return Pieces(
@@ -222,24 +227,17 @@ class _Cut:
             self._program(enter, [*fixed, *data], [*first, *riders]),
             self._program(tell, [*fixed, *data], [*told, *told_rows]),
             self._program(after, [*carried_out, *ys, *riders, *fixed, *data], jaxpr.outvars),
-            tuple(self._source(v, n, consts, carry, fixed, riders, told, told_rows) for n, v in enumerate(eqn.invars)),
+            tuple(self._source(v, n, (fixed, riders, told, told_rows)) for n, v in enumerate(eqn.invars)),
         )
 
     def _again(self, i: int) -> bool:
         """Whether an equation that both ends need is done in both."""
         return all(self.is_told(v) for v in self.jaxpr.eqns[i].outvars)
 
-    def _source(
-        self,
-        v: Any,
-        n: int,
-        consts: int,
-        carry: int,
-        fixed: Sequence[Var],
-        riders: Sequence[Var],
-        told: Sequence[Var],
-        told_rows: Sequence[Var],
-    ) -> tuple[str, int]:
+    def _source(self, v: Any, n: int, known: Sequence[Sequence[Var]]) -> tuple[str, int]:
+        """Where an operand of the loop comes from: of what is known, which, and its number there."""
+        fixed, riders, told, told_rows = known
+        consts, carry = self.stack.parts
         if consts <= n < consts + carry:
             return "carried", n - consts
         if isinstance(v, Literal):
@@ -254,8 +252,12 @@ class _Cut:
     def _program(self, numbers: Sequence[int], takes: Sequence[Any], gives: Sequence[Any]) -> Jaxpr:
         jaxpr = self.jaxpr
         eqns = [jaxpr.eqns[i] for i in numbers]
-        read = {v for eqn in eqns for v in eqn.invars if isinstance(v, Var)} | {v for v in gives if isinstance(v, Var)}
-        consts = [(v, c) for v, c in zip(jaxpr.constvars, jaxpr.consts, strict=True) if v in read and v not in takes]
+        read = {v for eqn in eqns for v in eqn.invars if isinstance(v, Var)} | {
+            v for v in gives if isinstance(v, Var)
+        }
+        consts = [
+            (v, c) for v, c in zip(jaxpr.constvars, jaxpr.consts, strict=True) if v in read and v not in takes
+        ]
         made = jaxpr.replace(
             constvars=[v for v, _ in consts],
             consts=[c for _, c in consts],
@@ -274,4 +276,8 @@ def _costs(eqn: JaxprEqn) -> bool:
 
 def _made(cut: _Cut, v: Any) -> str:
     made = cut.maker.get(v)
-    return "an input" if made is None else f"by {cut.jaxpr.eqns[made].primitive.name} ({source_line(cut.jaxpr.eqns[made])})"
+    return (
+        "an input"
+        if made is None
+        else f"by {cut.jaxpr.eqns[made].primitive.name} ({source_line(cut.jaxpr.eqns[made])})"
+    )

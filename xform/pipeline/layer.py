@@ -1,8 +1,9 @@
-"""One layer as a schedule runs it: forward, keeping what its gradients need; and for its gradients, at once or
-one after the other.
+"""One layer as a schedule runs it: forward, keeping what its gradients need; and for its gradients, at once
+or one after the other.
 
-What is kept is what JAX's derivative of the layer keeps, so that policies of what is saved and what is computed
-again hold here too; but nothing of it that weights alone are made into, a cast, a transpose: that is made again.
+What is kept is what JAX's derivative of the layer keeps, so that policies of what is saved and what is
+computed again hold here too; but nothing that weights alone are made into, a cast, a transpose: that is made
+again.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from xform.pipeline.cutting import Pieces, is_float, reached
 from xform.rewrite import Site, rewrite
@@ -107,16 +107,16 @@ def layer_of(pieces: Pieces, differentiated: Iterable[int]) -> Layer:
     for kind, those in (("told_row", operands.told_rows), ("row", operands.rows)):
         numbers |= {(kind, k): at + n for n, k in enumerate(those)}
         at += len(those)
-    wanted = tuple(
-        n for n, k in enumerate(operands.fixed) if k in wanted_fixed
-    ) + tuple(len(rest) - len(rows) + n for n, k in enumerate(operands.rows) if k in wanted_fixed)
+    wanted = tuple(n for n, k in enumerate(operands.fixed) if k in wanted_fixed) + tuple(
+        len(rest) - len(rows) + n for n, k in enumerate(operands.rows) if k in wanted_fixed
+    )
 
     def run(*args: Value) -> list[Value]:
         invars = pieces.stack.eqn.invars
-        given = [
-            invars[k].val if kind == "literal" else args[numbers[kind, k]] for kind, k in pieces.of_layer
-        ]
-        given = [x if isinstance(x, np.ndarray) else _wide(x, v) for x, v in zip(given, body.invars, strict=True)]
+        given: list[Any] = []
+        for (kind, k), v in zip(pieces.of_layer, body.invars, strict=True):
+            x: Any = invars[k]
+            given.append(x.val if kind == "literal" else _wide(args[numbers[kind, k]], v))
         return inline(body, *given)
 
     types = [*moving, *rest]
@@ -167,7 +167,7 @@ def layer_of(pieces: Pieces, differentiated: Iterable[int]) -> Layer:
 
 
 def _wide(x: Value, v: Var) -> Value:
-    dtype = v.aval.dtype
+    dtype = getattr(v.aval, "dtype", None)
     return x if getattr(x, "dtype", dtype) == dtype else x.astype(dtype)
 
 
@@ -186,8 +186,8 @@ def _with_results(jaxpr: Jaxpr, outs: Sequence[Any], takes: Sequence[Var] | None
 
 
 def _halves(jaxpr: Jaxpr, inner: int, known: int) -> tuple[Jaxpr, Jaxpr, tuple[Any, ...]]:
-    """A backward pass in two: what gives the first `inner` results, and what gives the others. The second takes
-    the first `known` inputs, and of the first what is made of the cotangents; all else it makes again.
+    """A backward pass in two: what gives the first `inner` results, and what gives the others. The second
+    takes the first `known` inputs, and of the first what is made of the cotangents; all else it makes again.
     """
     flat = _opened(jaxpr)
     hot = reached(flat, flat.invars[known:])

@@ -16,6 +16,7 @@ the axis of the stages as over any other.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -27,15 +28,14 @@ from jax.sharding import Mesh, PartitionSpec
 
 from xform.batch import Cut, Micro, Microbatches
 from xform.batch.microbatches import Leaves, Swept
-from xform.errors import Decline
 from xform.ops import resident, rows
 from xform.pipeline.chunks import Chunks, Own, Placing
-from xform.pipeline.cutting import Pieces, cut, is_float, reached
+from xform.pipeline.cutting import Stack, cut, find_stacks, is_float, reached, size_of
 from xform.pipeline.layer import layer_of
-from xform.pipeline.ticks import KINDS, Phase, Round, Run, Window, forward_only, run_of
+from xform.pipeline.ticks import KINDS, Phase, Round, Window, forward_only, run_of
 from xform.report import Report
 from xform.schedules import Kind, Schedule
-from xform.trace import Jaxpr, Value, Var, inline, shape_of, trace_flat, typeof
+from xform.trace import Jaxpr, JaxprEqn, Value, Var, inline, shape_of, trace_flat, typeof
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,13 +78,41 @@ class Pipelined(Microbatches):
 
     who = "pipeline"
 
-    def __init__(self, found: Cut, dtype: str, shape: Shape, report: Report) -> None:
-        super().__init__(found, dtype, None, report)
-        self.shape = shape
+    shape: Shape
 
+    def __init__(self, found: Cut, dtype: str, report: Report) -> None:
+        super().__init__(found, dtype, None, report)
+
+    @functools.cached_property
     def program(self) -> Jaxpr:
         """One microbatch: of what is the same for all, its data and its number, the parts and the rows."""
         return microbatch(self.cut)
+
+    @functools.cached_property
+    def stack(self) -> Stack:
+        """The loop over layers. Raises Decline where there is none."""
+        return find_stacks(self.program, len(self.cut.same))[0]
+
+    @property
+    def others(self) -> list[JaxprEqn]:
+        """Other loops over layers."""
+        return [stack.eqn for stack in find_stacks(self.program, len(self.cut.same))[1:]]
+
+    def travels(self) -> list[tuple[int, str]]:
+        """What goes from stage to stage with a microbatch, bytes of the whole of it, and what it is."""
+        pieces = cut(self.program, len(self.cut.same), ())
+        riders = [v.aval for v in pieces.riders]
+        rows = [t.update(shape=(pieces.stack.layers, *t.shape)) for t in pieces.ys]
+        found = []
+        for types, what in (
+            (pieces.carried, "what layers carry"),
+            (riders, "what layers or the end read of what is before them"),
+            (rows, "what layers give one by one"),
+        ):
+            if types:
+                names = ", ".join(t.str_short() for t in types[:4])
+                found.append((sum(map(size_of, types)), f"{what}: {names}"))
+        return found
 
     def sweep(
         self, same: Leaves, data: Leaves, which: Sequence[int], wanted: Sequence[int], pulls: Sequence[Leaves]
@@ -99,9 +127,7 @@ def microbatch(found: Cut) -> Jaxpr:
         env = dict(zip((*found.same, *found.data), args, strict=False))
         return found.run_inside(env, Micro(args[-1], found.split, 0))
 
-    small = [
-        v.aval.update(shape=found.split.small(shape_of(v), found.states[v])) for v in found.data
-    ]
+    small = [v.aval.update(shape=found.split.small(shape_of(v), found.states[v])) for v in found.data]
     number = typeof(np.int32(0))
     return trace_flat(function, [*(v.aval for v in found.same), *small, number], "microbatch")
 
@@ -121,7 +147,7 @@ class _Sweep:
         self.of, self.same, self.data = of, list(same), list(data)
         self.which, self.wanted, self.pulls = which, wanted, pulls
         self.shape = of.shape
-        self.jaxpr = of.program()
+        self.jaxpr = of.program
         self.pieces = cut(self.jaxpr, len(same), which)
         self.first = [i for i in which if i < len(same)]
         self.rows = [i - len(same) for i in which if i >= len(same)]
@@ -137,11 +163,7 @@ class _Sweep:
         """Of what is made once, the numbers of those of which gradients are wanted."""
         once = self.pieces.once
         moving = reached(once, [once.invars[i] for i in self.first])
-        return [
-            k
-            for k, v in enumerate(once.outvars)
-            if isinstance(v, Var) and v in moving and is_float(v)
-        ]
+        return [k for k, v in enumerate(once.outvars) if isinstance(v, Var) and v in moving and is_float(v)]
 
     # ------------------------------------------------------------ the whole
 
@@ -233,25 +255,16 @@ class _Sweep:
             own["register_back"] = [[empty(t) for t in floats] for _ in streams]
             own["behind"] = [[[empty(t) for t in floats] for _ in streams] for _ in range(runs.delay[1])]
             if runs.waiting[1]:
-                own["waiting_back"] = [
-                    [empty(t, runs.waiting[1] + 1) for t in floats] for _ in streams
-                ]
+                own["waiting_back"] = [[empty(t, runs.waiting[1] + 1) for t in floats] for _ in streams]
             late = self.layer.late if runs.late else ()
             own["late"] = [[empty(t, runs.late + 1, size) for t in late] for _ in streams]
             own["totals"] = [self.totals() for _ in streams]
-            every["ended"] = [
-                [jnp.zeros((runs.ended, *t.shape), t.dtype) for t in floats] for _ in streams
-            ]
+            every["ended"] = [[jnp.zeros((runs.ended, *t.shape), t.dtype) for t in floats] for _ in streams]
             every["whole"] = [
-                [self.gradients_of(n) for n in self.stacked_wants] if self.windowed else []
-                for _ in streams
+                [self.gradients_of(n) for n in self.stacked_wants] if self.windowed else [] for _ in streams
             ]
-            every["outer"] = [
-                [self.accumulator(self.fixed[k]) for k in self.outer] for _ in streams
-            ]
-            every["moved"] = [
-                [jnp.zeros_like(self.data[i]) for i in self.rows] for _ in streams
-            ]
+            every["outer"] = [[self.accumulator(self.fixed[k]) for k in self.outer] for _ in streams]
+            every["moved"] = [[jnp.zeros_like(self.data[i]) for i in self.rows] for _ in streams]
         every["sums"] = self.of.zeros()
         every["stacked"] = [
             jnp.zeros((self.of.cut.split.steps, *v.aval.shape), v.aval.dtype) for v in self.stacked_outs
@@ -352,7 +365,10 @@ class _Sweep:
         """The numbers of rounds, so many ticks later."""
         return [
             _stacked(
-                [[self.columns(phase, later + n * each.ticks) for phase in each.phases] for n in range(each.count)]
+                [
+                    [self.columns(phase, later + n * each.ticks) for phase in each.phases]
+                    for n in range(each.count)
+                ]
             )
             for each in rounds
         ]
@@ -418,7 +434,7 @@ class _Sweep:
             "moves": (cols["forward"], cols["back"]),
         }
         weights = own.get("weights", self.own_rows)
-        own, sent = self.region(
+        own, _ = self.region(
             lambda own, cols, given: (self.work(tick, own, cols, given, mixed), {}),
             {**own, "rows": weights, **self.tables()},
             mine,
@@ -427,13 +443,19 @@ class _Sweep:
         z, dz = own.pop("z", None), own.pop("dz", None)
         if tick.returns != "never":
             every = self.when(
-                tick.returns, cols["returns"], lambda m: self.returned(every, self.of_stage(dz, 0), m), lambda: every
+                tick.returns,
+                cols["returns"],
+                lambda m: self.returned(every, self.of_stage(dz, 0), m),
+                lambda: every,
             )
         if tick.ends != "never":
             last, here = self.shape.stages - 1, every
             slot = cols["ended"][0]
             every = self.when(
-                tick.ends, cols["ends"], lambda m: self.left(here, self.of_stage(z, last), m, slot), lambda: here
+                tick.ends,
+                cols["ends"],
+                lambda m: self.left(here, self.of_stage(z, last), m, slot),
+                lambda: here,
             )
         return {"own": own, "every": every}
 
@@ -462,7 +484,9 @@ class _Sweep:
         """What is made once, where stages read it: None for the rest."""
         read = set(self.layer.operands.fixed)
         read |= {k for k, v in enumerate(self.pieces.fixed) if v in _read(self.pieces.tell)}
-        read -= set(self.layer.operands.rows) - {k for k in read if self.pieces.fixed[k] in _read(self.pieces.tell)}
+        read -= set(self.layer.operands.rows) - {
+            k for k in read if self.pieces.fixed[k] in _read(self.pieces.tell)
+        }
         return [x if k in read else np.int32(0) for k, x in enumerate(self.fixed)]
 
     # In the region
@@ -513,7 +537,7 @@ class _Sweep:
             own = runs[0]({**own, **fixed}, cols, given)
         else:
             numbers = [1 + KINDS.index(kind) for kind in tick.kinds]
-            branch = np.int32(0)
+            branch: Any = np.int32(0)
             for n, number in enumerate(numbers):
                 branch = jnp.where(cols["kind"] == number, n + 1, branch)
             keys = tuple(own)
@@ -540,7 +564,7 @@ class _Sweep:
             if not (tick.forward if way > 0 else tick.back):
                 continue
             queue = [value, *own[chain]]
-            new = [jax.tree.map(lambda x: self.permuted(x, way), queue[0]), *queue[1:]]
+            new = [jax.tree.map(functools.partial(self.permuted, way=way), queue[0]), *queue[1:]]
             arrived = new[-1] if len(new) > 1 else new[0]
             rest = new[:-1]
             if mixed:  # at a tick of another sort nothing of this direction moves
@@ -609,7 +633,8 @@ class _Sweep:
         every["sums"] = self.of.added(every["sums"], outs)
         stacked = self.of.stacked(outs)
         every["stacked"] = [
-            _put_in(buffer, x, m) for buffer, x in zip(every["stacked"], [*stacked[0], *stacked[1]], strict=True)
+            _put_in(buffer, x, m)
+            for buffer, x in zip(every["stacked"], [*stacked[0], *stacked[1]], strict=True)
         ]
         return every
 
@@ -683,9 +708,7 @@ class _Sweep:
             else:
                 number = layer.operands.fixed[n]
                 add(number, resident.settled(total.sum(0), fixed[number]))
-        return [
-            found[n].astype(x.dtype) if n in found else _nothing(x) for n, x in enumerate(fixed)
-        ]
+        return [found[n].astype(x.dtype) if n in found else _nothing(x) for n, x in enumerate(fixed)]
 
 
 def _nothing(x: Value) -> Any:
@@ -765,7 +788,7 @@ def _like(x: Value, t: Any) -> Value:
 
 
 def _ct(ct: Any) -> Any:
-    return jnp.zeros(ct.aval.shape, ct.aval.dtype) if isinstance(ct, Zero) else ct
-
-
-__all__ = ["Pieces", "Pipelined", "Run", "Shape", "microbatch", "Decline"]
+    if not isinstance(ct, Zero):
+        return ct
+    aval: Any = ct.aval
+    return jnp.zeros(aval.shape, aval.dtype)

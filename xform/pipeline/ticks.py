@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -31,8 +31,8 @@ FAMILY: dict[Kind, Family] = {"forward": "forward", "backward": "input", "input"
 COLUMNS = ("kind", "chunk", "microbatch", "take", "wait", "saved", "late", "fresh", "put", "put_back")
 """What a tick says of each stage. kind: 1 + its number in KINDS, 0 where there is no work. take: one of the
 three above; wait: the slot that it takes from. saved: that of what is kept for the backward pass; late: of
-what the gradient of weights waits for; fresh: 1 for a chunk's first gradient of weights. put, put_back: in which what has come by now goes, of activations and
-of gradients, before the register is sent over.
+what the gradient of weights waits for; fresh: 1 for a chunk's first gradient of weights. put, put_back: in
+which what has come by now goes, of activations and of gradients, before the register is sent over.
 """
 
 
@@ -130,8 +130,9 @@ class Run:
         works; else one loop of everything.
         """
         ticks = self.ticks[start:stop]
-        for shapes in ([tick.shape for tick in ticks], [tick.kinds for tick in ticks]):
-            found = _rounds(_repeats(shapes, start), lambda tick, shapes=shapes: shapes[tick - start])
+        said: list[list[object]] = [[tick.shape for tick in ticks], [tick.kinds for tick in ticks]]
+        for shapes in said:
+            found = _rounds(_repeats(shapes, start), [None] * start + shapes)
             if sum(len(each.phases) for each in found) <= most:
                 return found
         return [Round((Phase(start, 1, stop - start, mixed=True),), 1)]
@@ -163,9 +164,9 @@ def _repeats(shapes: Sequence[object], start: int) -> list[Phase]:
     return found
 
 
-def _rounds(phases: Sequence[Phase], shape: Callable[[int], object]) -> list[Round]:
-    """Phases as loops of some that repeat."""
-    said = [(p.period, p.count, *(shape(p.start + j) for j in range(p.period))) for p in phases]
+def _rounds(phases: Sequence[Phase], shapes: Sequence[object]) -> list[Round]:
+    """Phases as loops of some that repeat. shapes: of each tick."""
+    said = [(p.period, p.count, *shapes[p.start : p.start + p.period]) for p in phases]
     found: list[Round] = []
     at = 0
     while at < len(phases):
@@ -190,7 +191,9 @@ def run_of(schedule: Schedule) -> Run:
 
 def forward_only(schedule: Schedule) -> Schedule:
     """The forward works of a schedule, ticks without any left out."""
-    rows = [tuple(w if w is not None and w.kind == "forward" else None for w in row) for row in schedule.table]
+    rows = [
+        tuple(w if w is not None and w.kind == "forward" else None for w in row) for row in schedule.table
+    ]
     return dataclasses.replace(schedule, table=tuple(row for row in rows if any(row)))
 
 
@@ -284,7 +287,11 @@ class _Run:
             holds[chunk % resident] = chunk
         for (back, chunk), (_, last) in spans.items():
             if back and self.turns["input"]:  # when its place is taken, or at the end
-                taken = (t for t, those in fetch.items() if t > last and chunk % resident in _places(those, resident))
+                taken = (
+                    t
+                    for t, those in fetch.items()
+                    if t > last and chunk % resident in _places(those, resident)
+                )
                 flush.setdefault(min(taken, default=len(self.ticks)), []).append(chunk)
         borders = sorted({0, len(self.ticks), *fetch, *flush})
         return tuple(
@@ -299,7 +306,9 @@ class _Run:
         its direction it is under way beyond the next.
         """
         number = {tick: n for n, tick in enumerate(self.turns[family])}
-        sent: list[tuple[int, int, int, int]] = []  # stage, from and to: ticks of the direction; tick it is taken at
+        sent: list[
+            tuple[int, int, int, int]
+        ] = []  # stage, from and to: ticks of the direction; tick it is taken at
         for tick, stage, work in self.schedule.works():
             block = self.block(stage, work)
             before = block - 1 if family == "forward" else block + 1
@@ -350,7 +359,7 @@ class _Run:
     # What is kept
 
     def saved(self) -> int:
-        """In how many slots what a chunk keeps for its gradients lies; none where nothing is differentiated."""
+        """In how many slots what a chunk keeps for its gradients lies; none where there are none."""
         spans: dict[tuple[int, int, int], tuple[int, int]] = {}
         for tick, stage, work in self.schedule.works():
             key = (stage, work.chunk, work.microbatch)
@@ -403,11 +412,11 @@ def _places(chunks: Iterable[int], resident: int) -> set[int]:
     return {chunk % resident for chunk in chunks}
 
 
-def colored(spans: Mapping[tuple[int, ...], tuple[int, int]]) -> tuple[int, dict[tuple[int, ...], int]]:
+def colored[Key: tuple[int, ...]](spans: Mapping[Key, tuple[int, int]]) -> tuple[int, dict[Key, int]]:
     """A slot for each span of ticks, both ends included, so that none has two at once. The first number of a
     key is the stage, which has slots of its own; how many there are is what the stage takes that needs most.
     """
-    placed: dict[tuple[int, ...], int] = {}
+    placed: dict[Key, int] = {}
     for _, group in itertools.groupby(sorted(spans), key=lambda key: key[0]):
         ends: list[int] = []  # by slot, the tick until which it is taken
         for key in sorted(group, key=lambda key: (spans[key], key)):

@@ -5,8 +5,9 @@ the mirror image of the forward pass. The others are an order of works for each 
 comes of it when each work runs as soon as it can; `eager` has both in turn.
 
 Sources: GPipe, https://arxiv.org/abs/1811.06965; circular, MaxText's pipeline
-(https://github.com/AI-Hypercomputer/maxtext); eager 1F1B, https://arxiv.org/abs/2211.05322; 1F1B and interleaved, https://arxiv.org/abs/2104.04473, section
-2.2; zero bubble, https://arxiv.org/abs/2401.10241, section 2.
+(https://github.com/AI-Hypercomputer/maxtext); eager 1F1B, https://arxiv.org/abs/2211.05322; 1F1B and
+interleaved, https://arxiv.org/abs/2104.04473, section 2.2; zero bubble, https://arxiv.org/abs/2401.10241,
+section 2.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
 """Weights that are together while loops run, and gradients that are summed after them (`xform.ops.resident`).
 
-    w' = together w            all_gather over the batch's axes, once
-    g  = accumulator w'        zeros of what a device has of w'
-    g  = accumulate g dw i     no collective: each device adds its own terms
-    dw = settled g w           reduce_scatter, as w lies
+w' = together w            all_gather over the batch's axes, once
+g  = accumulator w'        zeros of what a device has of w'
+g  = accumulate g dw i     no collective: each device adds its own terms
+dw = settled g w           reduce_scatter, as w lies
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import cast
 
 import jax.numpy as jnp
 
@@ -17,7 +18,7 @@ from xform.spmd.layout import Laid, Piece
 from xform.spmd.loops import call, terms_of
 from xform.spmd.values import Val
 from xform.spmd.walk import Walk
-from xform.trace import JaxprEqn
+from xform.trace import JaxprEqn, ShapedArray
 
 
 def together(walk: Walk, eqn: JaxprEqn, vals: list[Val]) -> list[Val]:
@@ -30,10 +31,10 @@ def together(walk: Walk, eqn: JaxprEqn, vals: list[Val]) -> list[Val]:
 
 
 def accumulator(walk: Walk, eqn: JaxprEqn, vals: list[Val]) -> list[Val]:
-    (like,), (out,) = vals, eqn.outvars
+    like, aval = vals[0], cast(ShapedArray, eqn.outvars[0].aval)
     terms = tuple(a for a in walk.grid.sizes if a in walk.batch)
     laid = Laid(walk.settled(like).dims, terms)
-    val = walk.held(jnp.zeros(walk.grid.local(laid), out.aval.dtype), out.aval, laid)
+    val = walk.held(jnp.zeros(walk.grid.local(laid), aval.dtype), aval, laid)
     val.terms = val.gradient = bool(terms)
     return [val]
 

@@ -38,11 +38,11 @@ class Wish:
             )
         )
 
-
     def without(self, axes: Collection[str]) -> Wish:
         """The same but for these mesh axes, of which it says nothing."""
         dims = tuple(
-            tuple(Piece(p.size, tuple(a for a in p.axes if a not in axes)) for p in dim) for dim in self.laid.dims
+            tuple(Piece(p.size, tuple(a for a in p.axes if a not in axes)) for p in dim)
+            for dim in self.laid.dims
         )
         return Wish(Laid(dims), self.free)
 
@@ -128,7 +128,16 @@ def waiting(jaxpr: Jaxpr, results: Sequence[bool] = ()) -> frozenset[Var]:
 
 
 _LINEAR = frozenset(
-    ("add_any", "convert_element_type", "copy", "neg", "reshape", "sharding_constraint", "squeeze", "transpose")
+    (
+        "add_any",
+        "convert_element_type",
+        "copy",
+        "neg",
+        "reshape",
+        "sharding_constraint",
+        "squeeze",
+        "transpose",
+    )
 )
 _AS_IT_IS = frozenset(("sharding_constraint", "transpose"))
 
