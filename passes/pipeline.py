@@ -15,16 +15,19 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from typing import ClassVar, Literal
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal
 
 from jax.interpreters import partial_eval
 
 from xform.batch import Cut, Placed, Split, cut_along_batch, divided
 from xform.context import Context
 from xform.errors import Decline, PlanError
+from xform.memory import Trial
 from xform.pipeline import Pipelined, Shape
+from xform.pipeline.choice import LAYERS, MICROBATCHES, Choice, best
 from xform.registry import unknown
-from xform.report import amount
+from xform.report import Report, amount
 from xform.schedules import SCHEDULES, Schedule, check, cost, make
 from xform.trace import Jaxpr, source_line
 
@@ -35,7 +38,8 @@ class Pipeline:
 
     axis: the mesh axis of the stages.
     microbatches: into how many the batch is cut; with Accumulate in the plan, so many in each of its steps.
-    schedule: a row of `xform.schedules.SCHEDULES`, or the path of a file with a table of your own.
+    schedule: a row of `xform.schedules.SCHEDULES`, or the path of a file with a table of your own. By default
+        some are tried, and the quickest by its table is taken of those whose compiled step fits the devices.
     repeats: chunks of layers a stage, for schedules that take several.
     delay: ticks that activations are under way beyond the next, for `gpipe` and `circular`.
     dtype: in which gradients are added up over microbatches, "" for each gradient's own.
@@ -47,7 +51,7 @@ class Pipeline:
 
     axis: str = "stage"
     microbatches: int = 8
-    schedule: str = "eager-1f1b"
+    schedule: str = ""
     repeats: int = 1
     delay: int = 0
     dtype: Literal["float32", "bfloat16", "float16", ""] = ""
@@ -60,6 +64,19 @@ class Pipeline:
     def stage_axis(self) -> str:
         """The mesh axis that layers lie over, and nothing else but the vocabulary."""
         return self.axis
+
+    def settle(self, trial: Callable[[Any], Trial], report: Report) -> Pipeline:
+        """The pass with a schedule, by trial of whole steps, where the plan names none."""
+        if self.schedule:
+            return self
+
+        def settled(choice: Choice) -> Pipeline:
+            return dataclasses.replace(self, schedule=choice.schedule, repeats=choice.repeats)
+
+        def tried(choice: Choice) -> Trial:
+            return trial(settled(choice))
+
+        return settled(best(tried, self.axis, self.repeats, report))
 
     def rewrite(self, jaxpr: Jaxpr, context: Context) -> Jaxpr:
         if context.stage == "step":
@@ -91,8 +108,8 @@ class Pipeline:
         sizes = dict(context.mesh.shape)
         if self.axis not in sizes:
             raise PlanError(
-                f"pipeline.axis = {self.axis!r}: the mesh has {', '.join(sizes) or 'no axes'}; name one of them,"
-                f" or give the mesh {self.axis} = 4, say"
+                f"pipeline.axis = {self.axis!r}: the mesh has {', '.join(sizes) or 'no axes'}; name one of"
+                f" them, or give the mesh {self.axis} = 4, say"
             )
         stages, microbatches = sizes[self.axis], self.microbatches * context.steps
         if stages == 1:
@@ -133,10 +150,11 @@ class Pipeline:
         chunks = f"{schedule.repeats} chunks of" if schedule.repeats > 1 else "a run of"
         uneven = f", or {min(sizes)}" if min(sizes) < most else ""
         rows = pipelined.cut.split.rows
+        report.facts[LAYERS], report.facts[MICROBATCHES] = stack.layers, schedule.microbatches
         report.did(
             "pipeline",
             f"{stack.layers} layers are {schedule.stages} stages over {self.axis!r}",
-            f"{chunks} {most} layers{uneven} each; {schedule.microbatches} microbatches of {rows} rows",
+            f"{chunks} {most} layers{uneven} each; {schedule.microbatches} microbatches of {rows} row{'s' * (rows > 1)}",
             line,
         )
         taken = cost(schedule)
@@ -144,8 +162,8 @@ class Pipeline:
             "pipeline",
             f"schedule {schedule.name}: {schedule.ticks} ticks, {taken.idle} of {taken.slots} slots idle"
             f" ({taken.bubble:.1%})",
-            f"a stage keeps at most {max(taken.alive)} inputs of a chunk; {taken.permutes('next')} ticks send to"
-            f" the next stage, {taken.permutes('previous')} to the one before",
+            f"a stage keeps at most {max(taken.alive)} inputs of a chunk; {taken.permutes('next')} ticks send"
+            f" to the next stage, {taken.permutes('previous')} to the one before",
         )
         if context.differentiated:
             report.did("pipeline", "gradients are added up in " + (self.dtype or "their own dtype"))

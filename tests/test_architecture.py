@@ -47,7 +47,6 @@ LAYERS = (
     "context",  # what a pass is told
     "sharding",  # rules to layouts, constraints, arrays on a mesh
     "spmd",  # a program from the view of one shard, its collectives written out
-    "pipeline",  # layers over stages: a schedule's table as loops of ticks
     "ordering",  # the state stored in the order of stages
     "hlo",  # the compiled module, read
     "promises",  # the compiled module, held to what was promised
@@ -55,6 +54,7 @@ LAYERS = (
     "program",  # a traced and rewritten function, and how its arguments lie
     "kept",  # what passes keep from call to call, between a program and its arguments
     "memory",  # what a step takes, and what of it to keep within a budget
+    "pipeline",  # layers over stages: a schedule's table as loops of ticks
     "making",  # tracing, passes and the stacking of the state, in order
     "api",  # parallelize
     "targets",  # module:factory on the command line

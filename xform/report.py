@@ -102,6 +102,7 @@ class Report:
         self._counts: dict[Note, int] = {}
         self._promises: dict[Promise, None] = {}
         self.traffic: Traffic | None = None
+        self.facts: dict[str, float] = {}
 
     def add(self, note: Note) -> None:
         self._counts[note] = self._counts.get(note, 0) + 1

@@ -84,6 +84,7 @@ class Costs:
     again: Counter[float] = dataclasses.field(default_factory=Counter)  # of phase remat: by flops of one
     products: Counter[Product] = dataclasses.field(default_factory=Counter)  # how often each runs
     kernels: dict[str, Kernel] = dataclasses.field(default_factory=dict)
+    copied: int = 0  # bytes of arrays that are written a second time, as they are or in another layout
     cycles: int = 0
     scopes: dict[str, int] = dataclasses.field(default_factory=dict)  # cycles by the model's name stack
     host: dict[str, Traffic] = dataclasses.field(default_factory=dict)  # copies to_host and from_host
@@ -121,6 +122,7 @@ class Costs:
         for scope, cycles in other.scopes.items():
             self.scopes[scope] = self.scopes.get(scope, 0) + cycles
         self.cycles += other.cycles
+        self.copied += other.copied
         self.notes += [note for note in other.notes if note not in self.notes]
 
 
@@ -224,6 +226,8 @@ class _Reader:
             kernel = self.costs.kernels.setdefault(instruction.name.partition(".")[0], Kernel())
             kernel.count += times
             kernel.claimed_flops += times * claimed(instruction, "flops")
+        elif opcode == "copy":
+            self.costs.copied += times * sum(array.nbytes for array in hlo.arrays(instruction.type))
         elif moved := _host_bytes(computation, instruction):
             way, nbytes = moved
             asynchronous = asynchronous or opcode.endswith("-start")

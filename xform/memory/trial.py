@@ -61,10 +61,9 @@ class Trial:
         """
         if not self.is_compiled:
             return self.estimate
-        topology = topology_of(self.mesh)
         try:
-            if topology is not None:
-                memory = aot.compile_lowered(self.lower(), topology=topology, mesh=self.mesh).memory
+            if (compiled := self.compiled) is not None:
+                memory = compiled.memory
                 sizes = {key: float(memory[key] or 0) for key in ("argument", "output", "alias", "temp")}
             else:
                 stats = self.lower().compile().memory_analysis()
@@ -77,6 +76,26 @@ class Trial:
                 return math.inf
             raise
         return sizes["argument"] + sizes["output"] - sizes["alias"] + sizes["temp"]
+
+    @functools.cached_property
+    def compiled(self) -> aot.Result | None:
+        """What the TPU compiler makes of it; None for other devices. Raises `aot.OutOfDeviceMemory` where it
+        does not fit.
+        """
+        topology = topology_of(self.mesh)
+        if topology is None:
+            return None
+        return aot.compile_lowered(self.lower(), topology=topology, mesh=self.mesh)
+
+    @property
+    def seconds(self) -> float:
+        """How long the compiled step computes: its products at the device's peak, and what it copies; 0 where
+        that is not known.
+        """
+        if math.isinf(self.peak) or self.compiled is None:
+            return 0.0
+        costs = self.compiled.costs
+        return costs.flops / self.speeds.flops + 2 * costs.copied / self.speeds.memory
 
     def lower(self) -> jax.stages.Lowered:
         """The program lowered as it would be for a call."""
