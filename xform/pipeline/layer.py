@@ -115,8 +115,8 @@ def layer_of(pieces: Pieces, differentiated: Iterable[int]) -> Layer:
         invars = pieces.stack.eqn.invars
         given: list[Any] = []
         for (kind, k), v in zip(pieces.of_layer, body.invars, strict=True):
-            x: Any = invars[k]
-            given.append(x.val if kind == "literal" else _wide(args[numbers[kind, k]], v))
+            literal: Any = invars[k] if kind == "literal" else None
+            given.append(_wide(args[numbers[kind, k]], v) if literal is None else literal.val)
         return inline(body, *given)
 
     types = [*moving, *rest]
