@@ -11,7 +11,7 @@ import pytest
 
 from xform import Plan, parallelize
 from xform.higher_order import bodies, equations
-from xform.ops import Band, apply, operation_of
+from xform.ops import Band, apply, operation_of, resident
 from xform.ops.operation import Mapped, body
 from xform.ops.rows import Reorder, by_stage, in_own_order, inverse, runs, take, turned
 from xform.passes.accumulate import Accumulate
@@ -312,3 +312,9 @@ def test_any_other_order_is_looked_up(order: tuple[int, ...]) -> None:
 def test_orders_and_their_runs() -> None:
     assert inverse(ORDER) == (2, 0, 3, 1, 4)
     assert runs((4, 5, 0, 1, 2, 3)) == [(4, 6), (0, 4)]
+
+
+def test_keys_have_an_order_in_memory_of_their_own() -> None:
+    keys = jax.random.split(jax.random.key(0), (3, 5))
+    found = jax.jit(resident.plain)(keys)
+    np.testing.assert_array_equal(jax.random.key_data(found), jax.random.key_data(keys))

@@ -92,8 +92,10 @@ def settled(total: Any, w: Any) -> Any:
 def plain(x: Any) -> Any:
     """x in the order of its dimensions in memory: else the order that a loop's products like best is that of
     all that goes into the loop and comes out of it, arguments and results of the whole program among it,
-    which are copied to it.
+    which are copied to it. Keys of random numbers have an order of their own.
     """
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
+        return x
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
 
 

@@ -390,21 +390,22 @@ class _Run:
         return slots
 
     def borrowed(self, saved: int, late: int) -> None:
-        """Where a stage has no work, it runs that of the others on what it has: it reads the slot that it has
-        written last, which holds what a forward pass has made.
+        """Where a stage has no work, it runs that of the others on what it has: it reads the slot that its
+        last forward work has written. Every stage has had one when the first gradient goes back. What it has
+        made without work does not do: where the others' works are of several kinds, it makes nothing.
         """
         for stage in range(self.stages):
             last = {"saved": saved, "late": late}
             for t, tick in enumerate(self.ticks):
                 work = self.schedule.table[t][stage]
-                if tick.forward and (work is None or work.kind == "forward"):
+                if work is not None and work.kind == "forward":
                     last["saved"] = int(self.columns["saved"][t, stage])
                 elif work is None and not tick.forward:
                     self.columns["saved"][t, stage] = last["saved"]
                     self.columns["chunk"][t, stage] = 0
-                if "input" in tick.kinds and (work is None or work.kind == "input"):
+                if work is not None and work.kind == "input":
                     last["late"] = int(self.columns["late"][t, stage])
-                elif work is None and "weight" in tick.kinds:
+                elif work is None and "input" not in tick.kinds and "weight" in tick.kinds:
                     self.columns["late"][t, stage] = last["late"]
 
 
