@@ -154,7 +154,7 @@ class Pipeline:
         report.did(
             "pipeline",
             f"{stack.layers} layers are {schedule.stages} stages over {self.axis!r}",
-            f"{chunks} {most} layers{uneven} each; {schedule.microbatches} microbatches of {rows} row{'s' * (rows > 1)}",
+            f"{chunks} {_counted(most, 'layer')}{uneven} each; {schedule.microbatches} microbatches of {_counted(rows, 'row')}",
             line,
         )
         taken = cost(schedule)
@@ -172,6 +172,10 @@ class Pipeline:
         for other in pipelined.others:
             why = "it is not the largest stack: every stage computes it"
             report.declined("pipeline", "another loop over layers", why, source_line(other))
+
+
+def _counted(n: int, what: str) -> str:
+    return f"{n} {what}{'s' * (n != 1)}"
 
 
 def _sizes(layers: int, schedule: Schedule, line: str) -> tuple[int, ...]:

@@ -280,19 +280,13 @@ class _Run:
             return (every,), resident
         fetch: dict[int, list[int]] = {}
         flush: dict[int, list[int]] = {}
-        holds: dict[int, int] = {}
         for (_, chunk), (first, _) in sorted(spans.items(), key=lambda item: item[1]):
-            if holds.get(chunk % resident) != chunk:
-                fetch.setdefault(first, []).append(chunk)
-            holds[chunk % resident] = chunk
+            fetch.setdefault(first, []).append(chunk)
+        before, latest = sorted(fetch)[-2:]
+        later = [*fetch, *range(latest, len(self.ticks), latest - before), len(self.ticks)]
         for (back, chunk), (_, last) in spans.items():
-            if back and self.turns["input"]:  # when its place is taken, or at the end
-                taken = (
-                    t
-                    for t, those in fetch.items()
-                    if t > last and chunk % resident in _places(those, resident)
-                )
-                flush.setdefault(min(taken, default=len(self.ticks)), []).append(chunk)
+            if back and self.turns["input"]:
+                flush.setdefault(min(t for t in later if t > last), []).append(chunk)
         borders = sorted({0, len(self.ticks), *fetch, *flush})
         return tuple(
             Window(a, b, tuple(fetch.get(a, ())), tuple(flush.get(b, ())))
@@ -407,10 +401,6 @@ class _Run:
                     last["late"] = int(self.columns["late"][t, stage])
                 elif work is None and "input" not in tick.kinds and "weight" in tick.kinds:
                     self.columns["late"][t, stage] = last["late"]
-
-
-def _places(chunks: Iterable[int], resident: int) -> set[int]:
-    return {chunk % resident for chunk in chunks}
 
 
 def colored[Key: tuple[int, ...]](spans: Mapping[Key, tuple[int, int]]) -> tuple[int, dict[Key, int]]:
