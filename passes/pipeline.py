@@ -154,7 +154,8 @@ class Pipeline:
         report.did(
             "pipeline",
             f"{stack.layers} layers are {schedule.stages} stages over {self.axis!r}",
-            f"{chunks} {_counted(most, 'layer')}{uneven} each; {schedule.microbatches} microbatches of {_counted(rows, 'row')}",
+            f"{chunks} {_counted(most, 'layer')}{uneven} each;"
+            f" {schedule.microbatches} microbatches of {_counted(rows, 'row')}",
             line,
         )
         taken = cost(schedule)
