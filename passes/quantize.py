@@ -203,7 +203,8 @@ class Quantize:
         for n, (place, p) in enumerate(there.products.items()):
             if (own := chosen.get(place)) is not None:
                 how = own.products(p.weight, self.seed)
-                how = marked(how, names.of(p, _key(n, p, context.model), how), loops[p.path])
+                called = names.of(p, _key(n, p, context.model), how)
+                how = marked(how, called, loops[p.path], bool(context.stage_axes))
                 made[place] = functools.partial(self._quantized, there.eqns[place], p, own, how, context)
         return made
 

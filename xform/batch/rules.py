@@ -32,7 +32,7 @@ from xform.batch.states import (
     rowwise,
 )
 from xform.higher_order import SCATTERS
-from xform.ops.marks import mark_of
+from xform.ops.marks import APART, mark_of
 from xform.trace import Value, bind
 
 Rule = Callable[[Case], Outcome]
@@ -297,8 +297,12 @@ def iota(case: Case) -> Outcome:
 
 
 def named(case: Case) -> Outcome:
-    """A range that is kept for later steps: each microbatch has its own of it, the largest of all is kept."""
+    """A range that is kept for later steps: each microbatch has its own of it, the largest of all is kept.
+    Or one of each microbatch's own.
+    """
     if mark_of(case.eqn) is not None:
+        return case.everywhere(SAME)
+    if case.params["name"] == APART and case.states[0].is_part:
         return case.everywhere(SAME)
     return elementwise(case)
 

@@ -16,6 +16,9 @@ from xform.trace import JaxprEqn
 SIDES = ("left", "right", "dlhs", "drhs")
 FORWARD = SIDES[:2]
 
+APART = "microbatch_range"
+"""The name of a range that each microbatch has of its own, and that is not kept."""
+
 Loops = tuple[tuple[int, bool], ...]
 """The loops around a product, from the outermost: how many turns (0: nobody knows), and whether each has a
 weight of its own.

@@ -35,6 +35,7 @@ from xform.pipeline.layer import layer_of
 from xform.pipeline.ticks import KINDS, Phase, Round, Window, forward_only, run_of
 from xform.report import Report
 from xform.schedules import Kind, Schedule
+from xform.sharding.memory import Space, is_host, to
 from xform.trace import Jaxpr, JaxprEqn, Value, Var, inline, shape_of, trace_flat, typeof
 
 
@@ -238,7 +239,8 @@ class _Sweep:
             return jnp.broadcast_to(x, (stages, *lead, *x.shape))
 
         def empty(t: Any, *lead: int) -> Value:
-            return jnp.zeros((stages, *lead, *t.shape), t.dtype)
+            zeros = jnp.zeros((stages, *lead, *t.shape), t.dtype)
+            return to(zeros, Space.Host) if is_host(t) else zeros
 
         size = self.placing.size
         own: Own = {"register": [each(x) for x in outside]}

@@ -6,20 +6,25 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from xform.ops.marks import FORWARD, SIDES, Loops, Mark
+from xform.ops.marks import APART, FORWARD, SIDES, Loops, Mark
 from xform.quantization.training import Products, Side
 from xform.roles import Roles
 from xform.tensors.names import NamedProduct
 from xform.trace import Atom, Jaxpr, Var
 
 
-def marked(how: Products, names: Mapping[str, tuple[str, str]], loops: Loops) -> Products:
+def marked(
+    how: Products, names: Mapping[str, tuple[str, str]], loops: Loops, microbatches: bool = False
+) -> Products:
     """How a product is quantized, the ranges that are kept under their marks. names: of each side, the
-    product and its side that a range is named after.
+    product and its side that a range is named after. microbatches: those that are not kept are of each
+    microbatch's own.
     """
 
     def one(side: str) -> Side:
         own: Side = getattr(how, side)
+        if own.format is not None and not own.calibration.is_kept and microbatches:
+            return dataclasses.replace(own, mark=APART)
         if own.format is None or not own.calibration.is_kept:
             return own
         return dataclasses.replace(own, mark=Mark(*names[side], own.calibration.steps, loops).text)

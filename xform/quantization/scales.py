@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from xform.errors import PlanError
+from xform.ops.marks import APART
 from xform.quantization.formats import Format
 from xform.registry import unknown
 from xform.trace import Value
@@ -165,11 +166,15 @@ def measured(x: Value, how: How) -> Range:
             axes.append(d + at)
     x = x.reshape(split)
     reduced: dict[str, Any] = {"axis": tuple(axes), "keepdims": True}
+
+    def own(found: Value) -> Value:
+        return checkpoint_name(found, APART) if how.mark == APART else found
+
     if method == "minmax":
         least, most = jnp.clip(jnp.min(x, **reduced), max=0), jnp.clip(jnp.max(x, **reduced), min=0)
         if numbers:
             least, most = least * numbers[0], most * numbers[0]
-        return {"min": least.reshape(shape), "max": most.reshape(shape)}
+        return {"min": own(least.reshape(shape)), "max": own(most.reshape(shape))}
     if how.calibration.is_kept:
         found = checkpoint_name(jnp.max(jnp.abs(x)), how.mark)
         if how.calibration.factor is not None:
@@ -182,7 +187,7 @@ def measured(x: Value, how: How) -> Range:
         found = jnp.max(jnp.abs(x), **reduced)
         if numbers:
             found = found * numbers[0]
-    return {"absmax": found.reshape(shape)}
+    return {"absmax": own(found.reshape(shape))}
 
 
 def scale_of(found: Range, form: Format) -> tuple[Value, Value | None]:

@@ -124,6 +124,8 @@ def waiting(jaxpr: Jaxpr, results: Sequence[bool] = ()) -> frozenset[Var]:
             found.update(v for v in eqn.invars[1:2] if isinstance(v, Var))
         elif eqn.primitive.name in _LINEAR and eqn.outvars[0] in found:
             found.update(v for v in eqn.invars if isinstance(v, Var))
+        elif scales(eqn) and eqn.outvars[0] in found and isinstance(eqn.invars[0], Var):
+            found.add(eqn.invars[0])
     return frozenset(v for v in found if uses[v] == 1)
 
 
