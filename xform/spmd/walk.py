@@ -383,11 +383,11 @@ class Walk(Holding):
     def _carried(self, eqn: JaxprEqn, vals: Sequence[Val]) -> tuple[str, ...]:
         """The axes over which the terms of a sum go through the operation as they are."""
         name, first = eqn.primitive.name, vals[0].laid.partial if vals else ()
-        if not first or any(v.make is not None for v in vals):
+        if not first or vals[0].make is not None:
             return ()
         if (name in LINEAR and len(vals) == 1) or (name == "dynamic_slice" and vals[0].terms):
             return first
-        if name in SUMS and all(v.laid.partial == first for v in vals):
+        if name in SUMS and all(v.make is None and v.laid.partial == first for v in vals):
             return first
         if name == "convert_element_type":
             if any(self.current_waits):
