@@ -70,6 +70,8 @@ class Roll:
             raise unknown("nesting", self.nesting, typing.get_args(Nesting), "roll.nesting")
         plain = lifted(jaxpr)
         stacks, refusals = find_stacks(plain, context.roles(plain))
+        if not stacks and context.stage_axes and not refusals:
+            return jaxpr  # a loop that Pipeline may take, or says that it does not
         if not stacks:
             raise PlanError(_no_layers(refusals))
         for refusal in refusals:

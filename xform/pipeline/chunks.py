@@ -251,9 +251,8 @@ class Chunks:
                 number = _at(own["layers"], at)
                 kept = [_slot(s, cols["saved"], c) for s in own["saved"]]
                 late = [_slot(s, cols["late"], c) for s in own["late"][k]]
+                late = [_choose(cols["kind"] > 0, x, jnp.zeros_like(x)) for x in late]
                 outs = inline(self.layer.weight, *kept, *self.rest(at, number, own, every, told), *late)
-                real = cols["kind"] > 0
-                outs = [_choose(real, x, jnp.zeros_like(x)) for x in outs]
                 return self.added(totals, outs, at, cols), None
 
             totals, _ = _loop_out(one, own["totals"][k], self.placing.size)

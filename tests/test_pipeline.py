@@ -1,0 +1,358 @@
+"""Pipeline: a stack of layers over stages has the values and gradients that it has on one device."""
+
+import functools
+import math
+import pathlib
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests import layered
+from tests.layered import PROGRAMS, of_layers
+from tests.test_pipeline_ticks import drawn
+from xform import Pipeline, Plan, PlanError, Shard, parallelize
+from xform.api import Parallelized
+from xform.schedules import Schedule
+
+TOLERANCE = 1e-6  # of an array's largest entry: float32, sums in another order
+
+SCHEDULED: dict[str, dict[str, Any]] = {
+    "gpipe": {},
+    "gpipe, sent later": {"schedule": "gpipe", "delay": 1},
+    "circular": {"repeats": 2},
+    "circular, sent later": {"schedule": "circular", "repeats": 2, "delay": 1},
+    "1f1b": {},
+    "eager-1f1b": {},
+    "eager-1f1b, two chunks": {"schedule": "eager-1f1b", "repeats": 2},
+    "interleaved": {"repeats": 2},
+    "zb-h1": {},
+}
+"""Options of the pass, by a name."""
+
+
+def slow(*values: Any) -> Any:
+    """A case that compiles a large program."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def some(quick: Sequence[str], every: Mapping[str, Any]) -> list[Any]:
+    return [name if name in quick else slow(name) for name in every]
+
+
+def graded(loss: Callable[..., Any], argnums: Any = 0, **options: Any) -> Callable[..., Any]:
+    return lambda *args: jax.value_and_grad(loss, argnums, **options)(*args)
+
+
+def piped(
+    fn: Callable[..., Any], *passes: Any, mesh: Mapping[str, int] | None = None, **options: Any
+) -> Parallelized:
+    """The function over two stages, or a mesh."""
+    sizes = mesh or {"stage": 2}
+    chosen = {"schedule": "gpipe", "microbatches": 4} | options
+    devices = jax.devices()[: math.prod(sizes.values())]
+    return parallelize(fn, Plan(sizes, (Pipeline(**chosen), *passes)), devices=devices)
+
+
+def scheduled(name: str) -> dict[str, Any]:
+    return {"schedule": name} | SCHEDULED[name]
+
+
+@functools.cache
+def wanted(name: str) -> Any:
+    """On one device, of one of the programs, computed once for all who compare."""
+    loss, params, data = PROGRAMS[name]()
+    return jax.jit(graded(loss))(params, *data)
+
+
+def agree(found: Any, wanted: Any, tolerance: float = TOLERANCE) -> None:
+    """To rounding, beside the largest entry of each array."""
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * np.abs(b).max(initial=0))
+
+
+def same(program: layered.Program, *passes: Any, **options: Any) -> Parallelized:
+    """The step, whose results are found to be those of one device."""
+    loss, params, data = program
+    step = piped(graded(loss), *passes, **options)
+    agree(step(params, *data), jax.jit(graded(loss))(params, *data))
+    return step
+
+
+# ---------------------------------------------------------------- programs
+
+
+@pytest.mark.parametrize("name", some(("balanced experts", "several carries", "skip to the end"), PROGRAMS))
+def test_each_program_is_that_of_one_device(name: str) -> None:
+    loss, params, data = PROGRAMS[name]()
+    agree(piped(graded(loss))(params, *data), wanted(name))
+
+
+@pytest.mark.slow  # programs whose gradients are made in two parts are large
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "circular"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_each_program_is_that_of_one_device_in_other_schedules(name: str, schedule: str) -> None:
+    loss, params, data = PROGRAMS[name]()
+    agree(piped(graded(loss), **scheduled(schedule))(params, *data), wanted(name))
+
+
+@pytest.mark.parametrize("name", some(("1f1b", "circular, sent later"), SCHEDULED))
+def test_each_schedule_over_two_stages(name: str) -> None:
+    loss, params, data = PROGRAMS["plain"]()
+    agree(piped(graded(loss), **scheduled(name))(params, *data), wanted("plain"))
+
+
+MESHES: dict[str, tuple[dict[str, int], tuple[Shard, ...]]] = {
+    "four stages": ({"stage": 4}, ()),
+    "stages of fsdp": ({"stage": 4, "fsdp": 2}, (Shard(strict=False, collectives="auto"),)),
+    "stages of fsdp, written out": ({"stage": 4, "fsdp": 2}, (Shard(strict=False, collectives="explicit"),)),
+    "stages of tensor": ({"stage": 2, "tensor": 4}, (Shard(strict=False, collectives="auto"),)),
+    "stages of tensor, written out": (
+        {"stage": 2, "tensor": 4},
+        (Shard(strict=False, collectives="explicit"),),
+    ),
+}
+
+
+@pytest.mark.slow  # whole steps on eight devices
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("name", SCHEDULED)
+def test_each_schedule_over_each_mesh(name: str, mesh: str) -> None:
+    loss, params, data = PROGRAMS["balanced experts"]()
+    sizes, passes = MESHES[mesh]
+    step = piped(graded(loss), *passes, mesh=sizes, microbatches=4, **scheduled(name))
+    agree(step(params, *data), wanted("balanced experts"))
+
+
+@pytest.mark.slow  # programs with attention on eight devices
+@pytest.mark.parametrize("mesh", ["stages of fsdp, written out", "stages of tensor"])
+@pytest.mark.parametrize("name", ["documents", "a key a layer", "skip to all", "two sums", "several carries"])
+def test_programs_over_meshes(name: str, mesh: str) -> None:
+    loss, params, data = PROGRAMS[name]()
+    sizes, passes = MESHES[mesh]
+    agree(piped(graded(loss), *passes, mesh=sizes, schedule="1f1b")(params, *data), wanted(name))
+
+
+# ---------------------------------------------------------------- sizes
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "name"),
+    [
+        (7, 2, "circular"),
+        slow(7, 2, "interleaved"),
+        slow(7, 2, "eager-1f1b, two chunks"),
+        slow(10, 4, "gpipe"),
+        slow(10, 4, "1f1b"),
+        slow(10, 4, "zb-h1"),
+        slow(5, 4, "1f1b"),
+    ],
+)
+def test_stages_may_have_layers_more_or_less(layers: int, stages: int, name: str) -> None:
+    same(of_layers(layers), mesh={"stage": stages}, **scheduled(name))
+
+
+@pytest.mark.slow  # the layers that are repeated are run for nothing, and give what they give to nobody
+@pytest.mark.parametrize("name", ["circular", "zb-h1"])
+def test_uneven_stages_with_losses_of_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layered, "LAYERS", 7)
+    for made in (layered.auxiliary_rows, layered.auxiliary_carried, layered.balanced):
+        loss, params, data = made()
+        params = {k: v[:7] if v.shape[0] == 8 else v for k, v in params.items()}
+        same((loss, params, data), **scheduled(name))
+
+
+@pytest.mark.slow  # one layer in every block of the one, and none to spare in the other
+@pytest.mark.parametrize("layers", [4, 7])
+def test_uneven_stages_of_a_stack_that_runs_backwards(layers: int) -> None:
+    same(of_layers(layers, reverse=True), **scheduled("circular"))
+
+
+@pytest.mark.parametrize(
+    ("batch", "microbatches", "stages", "name"),
+    [
+        (6, 3, 2, "gpipe"),
+        slow(5, 5, 4, "1f1b"),
+        slow(5, 5, 4, "circular"),
+        slow(12, 6, 4, "1f1b"),
+        slow(12, 6, 4, "zb-h1"),
+        slow(12, 6, 4, "circular"),
+        slow(12, 2, 4, "1f1b"),
+        slow(3, 1, 2, "1f1b"),
+    ],
+)
+def test_microbatches_need_be_no_multiple_of_stages(
+    batch: int, microbatches: int, stages: int, name: str
+) -> None:
+    step = scheduled(name)
+    same(of_layers(8, batch), mesh={"stage": stages}, microbatches=microbatches, **step)
+
+
+# ---------------------------------------------------------------- tables of one's own
+
+
+def table(tmp_path: pathlib.Path, schedule: Schedule) -> dict[str, Any]:
+    """Options of the pass that name a file with a table."""
+    path = tmp_path / "table"
+    path.write_text(schedule.dumps())
+    return {"schedule": str(path), "microbatches": schedule.microbatches}
+
+
+def test_a_table_of_ones_own(tmp_path: pathlib.Path) -> None:
+    own = Schedule.of(["F0 F1 . . B0 B1", ". F0 F1 B0 B1 ."])
+    same(of_layers(4), **table(tmp_path, own))
+
+
+@pytest.mark.slow  # three stages with works of all kinds
+@pytest.mark.parametrize("seed", range(4))
+def test_tables_that_nobody_would_write(tmp_path: pathlib.Path, seed: int) -> None:
+    """Works at any time at which they can run: too many sorts of ticks for loops of each."""
+    own = drawn(random.Random(seed), 3, 4, 1 + seed % 2)
+    same(of_layers(7), mesh={"stage": 3}, **table(tmp_path, own))
+
+
+# ---------------------------------------------------------------- what is asked for
+
+
+def test_a_program_that_is_not_differentiated_gives_all_rows() -> None:
+    _, params, (tokens,) = PROGRAMS["plain"]()
+
+    def logits(params: Any, tokens: Any) -> Any:
+        x = layered.through(layered.mlp, params["embedding"][tokens], layered.stacked(params))
+        return x @ params["embedding"].T, jnp.mean(x, (1, 2))
+
+    agree(piped(logits, schedule="circular", repeats=2)(params, tokens), jax.jit(logits)(params, tokens))
+
+
+@pytest.mark.slow  # all schedules
+@pytest.mark.parametrize("name", SCHEDULED)
+def test_a_loss_alone_runs_forward_works_alone(name: str) -> None:
+    loss, params, data = PROGRAMS["balanced experts"]()
+    step = piped(loss, mesh={"stage": 4}, **scheduled(name))
+    agree(step(params, *data), jax.jit(loss)(params, *data))
+
+
+def test_rows_and_metrics_beside_the_loss() -> None:
+    _, params, (tokens,) = PROGRAMS["plain"]()
+
+    def loss(params: Any, tokens: Any) -> Any:
+        x = layered.through(layered.mlp, params["embedding"][tokens], layered.stacked(params))
+        losses = layered.entropy(x @ params["embedding"].T, tokens)
+        metrics = {"rows": jnp.sum(losses, 1), "most": jnp.max(losses), "of tokens": losses}
+        return jnp.mean(losses), metrics | {"least": jnp.min(x), "tokens": jnp.sum(tokens > 3)}
+
+    step = graded(loss, has_aux=True)
+    agree(piped(step)(params, tokens), jax.jit(step)(params, tokens))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", slow("1f1b"), slow("zb-h1"), slow("circular")])
+def test_gradients_of_what_goes_in(schedule: str) -> None:
+    _, params, (tokens,) = PROGRAMS["plain"]()
+
+    def loss(params: Any, x: Any, scale: Any, tokens: Any) -> Any:
+        x = jnp.tanh(x) @ params["embedding"]
+        return layered.tied(params, scale * layered.through(layered.mlp, x, layered.stacked(params)), tokens)
+
+    rng = np.random.default_rng(6)
+    x = np.float32(rng.normal(size=(*tokens.shape, layered.VOCAB)))
+    args = params, x, np.float32(rng.normal(size=(len(tokens), 1, 1))), tokens
+    step = graded(loss, (0, 1, 2))
+    agree(piped(step, **scheduled(schedule))(*args), jax.jit(step)(*args))
+
+
+@pytest.mark.slow  # a step of all arrays, as they lie by stage
+@pytest.mark.parametrize("schedule", ["circular", "eager-1f1b, two chunks"])
+def test_steps_of_a_placed_state(schedule: str) -> None:
+    loss, params, data = PROGRAMS["documents"]()
+
+    def step(params: Any, *data: Any) -> tuple[Any, Any]:
+        value, gradients = jax.value_and_grad(loss)(params, *data)
+        return jax.tree.map(lambda w, g: w - 0.3 * g, params, gradients), value
+
+    sizes, passes = MESHES["stages of fsdp, written out"]
+    mine = piped(step, *passes, mesh=sizes, **scheduled(schedule))
+    mine.trace(params, *data)
+    state, other = mine.place(params), params
+    for _ in range(2):
+        state, value = mine(state, *data)
+        other, expected = jax.jit(step)(other, *data)
+        agree(value, expected)
+    agree(jax.tree.map(np.asarray, mine.unplace(state)), jax.tree.map(np.asarray, other), 1e-5)
+
+
+# ---------------------------------------------------------------- numbers of less digits, or none
+
+
+@pytest.mark.parametrize("dtype", ["float32", slow("")])
+def test_weights_in_bfloat16(dtype: str) -> None:
+    loss, params, data = PROGRAMS["plain"]()
+    narrow = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), params)
+    found = piped(graded(loss), dtype=dtype)(narrow, *data)
+    agree(found, jax.jit(graded(loss))(narrow, *data), 0.03)  # sums of eight rows, of eight binary digits
+
+
+@pytest.mark.slow  # a mixed table
+def test_a_stage_without_work_makes_no_number_that_is_none() -> None:
+    """It runs what the others run; the derivative of this layer divides by what it has kept."""
+
+    def loss(params: Any, tokens: Any) -> Any:
+        def layer(x: Any, w: Any) -> Any:
+            return x / jnp.linalg.norm(x, axis=-1, keepdims=True) + x @ w
+
+        x = layered.through(layer, params["embedding"][tokens], params["w"])
+        return layered.tied(params, x, tokens)
+
+    rng = np.random.default_rng(8)
+    params = {"w": np.float32(rng.normal(size=(6, 8, 8)) / 3), "embedding": layered.weights()["embedding"]}
+    for name in ("1f1b", "zb-h1"):
+        same((loss, params, (layered.text(6),)), mesh={"stage": 3}, microbatches=3, schedule=name)
+
+
+# ---------------------------------------------------------------- what is no pipeline
+
+
+def test_weights_that_all_layers_share_are_no_stack() -> None:
+    def loss(params: Any, tokens: Any) -> Any:
+        w = {name: params[name][0] for name in ("up", "down", "norm")}
+        x, _ = jax.lax.scan(lambda x, _: (layered.mlp(x, w), None), params["embedding"][tokens], length=4)
+        return layered.tied(params, x, tokens)
+
+    with pytest.raises(PlanError, match="weights of its own"):
+        piped(graded(loss)).trace(layered.weights(), layered.text())
+
+
+def test_a_stack_of_fewer_layers_than_blocks() -> None:
+    loss, params, data = of_layers(3)
+    with pytest.raises(PlanError, match=r"3 layers .*layered\.py.* 2 stages of 2 chunks need 4"):
+        piped(graded(loss), **scheduled("circular")).trace(params, *data)
+
+
+def test_a_batch_that_does_not_divide() -> None:
+    loss, params, data = of_layers(4, 6)
+    with pytest.raises(PlanError, match=r"pipeline\.microbatches = 4"):
+        piped(graded(loss)).trace(params, *data)
+
+
+def test_a_mesh_without_the_axis() -> None:
+    loss, params, data = of_layers(4)
+    with pytest.raises(PlanError, match=r"pipeline\.axis = 'stages': the mesh has stage"):
+        piped(graded(loss), axis="stages").trace(params, *data)
+
+
+def test_rows_that_meet_within_a_layer() -> None:
+    def loss(params: Any, tokens: Any) -> Any:
+        def layer(x: Any, w: Any) -> Any:
+            return layered.mlp(x - jnp.mean(x, 0), w)
+
+        x = layered.through(layer, params["embedding"][tokens], layered.stacked(params))
+        return layered.tied(params, x, tokens)
+
+    with pytest.raises(PlanError, match=r"the batch cannot be cut.*layered\.py|.*test_pipeline\.py"):
+        piped(graded(loss)).trace(layered.weights(), layered.text())
