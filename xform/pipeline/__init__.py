@@ -6,6 +6,7 @@ table as what a program runs, and the loops over its ticks.
 puts it together, in the place of the scan over microbatches.
 """
 
-from xform.pipeline.loop import Pipelined, Shape
+from xform.pipeline.loop import Pipelined
+from xform.pipeline.setting import Shape
 
 __all__ = ["Pipelined", "Shape"]

@@ -1,0 +1,140 @@
+"""What one pass over all microbatches is made of: the program's pieces, the table, what is differentiated."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from jax.sharding import Mesh
+
+from xform.batch import Microbatches
+from xform.batch.microbatches import Leaves
+from xform.pipeline.chunks import Chunks, Placing
+from xform.pipeline.cutting import Pieces, cut, is_float, reached
+from xform.pipeline.layer import Layer, layer_of
+from xform.pipeline.ticks import Run, forward_only, run_of
+from xform.schedules import Kind, Schedule
+from xform.trace import Jaxpr, Value, Var
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """The axis of the stages in the mesh, the schedule, and how many layers each of its blocks has."""
+
+    mesh: Mesh
+    axis: str
+    schedule: Schedule
+    sizes: tuple[int, ...]
+
+    @property
+    def stages(self) -> int:
+        return self.schedule.stages
+
+
+When = Literal["never", "sometimes", "always"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sort:
+    """What the program of a tick has in it: the kinds of works, and what happens at the ends of the stack.
+    mixed: what runs differs from one turn of its loop to the next.
+    """
+
+    kinds: tuple[Kind, ...]
+    enters: When
+    ends: When
+    returns: When
+    mixed: bool = False
+
+    @property
+    def forward(self) -> bool:
+        return "forward" in self.kinds
+
+    @property
+    def back(self) -> bool:
+        return "backward" in self.kinds or "input" in self.kinds
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Setting:
+    """of: the microbatches, as they are added up. program: of one microbatch, whose first `same` inputs are
+    the same for all. data: [microbatches, ...]. which: the inputs that are differentiated, wanted: the sums,
+    pulls: their cotangents, one list a stream.
+    """
+
+    of: Microbatches
+    shape: Shape
+    program: Jaxpr
+    same: int
+    data: list[Value]
+    which: Sequence[int]
+    wanted: Sequence[int]
+    pulls: Sequence[Leaves]
+
+    @functools.cached_property
+    def pieces(self) -> Pieces:
+        return cut(self.program, self.same, self.which)
+
+    @functools.cached_property
+    def runs(self) -> Run:
+        return run_of(self.shape.schedule if self.pulls else forward_only(self.shape.schedule))
+
+    @functools.cached_property
+    def placing(self) -> Placing:
+        return Placing.of(self.shape.sizes, self.shape.stages, self.pieces.stack.reverse)
+
+    @functools.cached_property
+    def layer(self) -> Layer:
+        return layer_of(self.pieces, self.moved)
+
+    @functools.cached_property
+    def chunks(self) -> Chunks:
+        return Chunks(self.pieces, self.layer, self.placing, len(self.pulls), self.runs.resident)
+
+    @property
+    def windowed(self) -> bool:
+        """Whether chunks' weights come together a few at a time."""
+        return len(self.runs.windows) > 1
+
+    # What is differentiated
+
+    @property
+    def first(self) -> list[int]:
+        """Of what is the same for all."""
+        return [i for i in self.which if i < self.same]
+
+    @property
+    def rows(self) -> list[int]:
+        """Of the data."""
+        return [i - self.same for i in self.which if i >= self.same]
+
+    @functools.cached_property
+    def moved(self) -> list[int]:
+        """Of what is made once."""
+        once = self.pieces.once
+        moving = reached(once, [once.invars[i] for i in self.first])
+        return [k for k, v in enumerate(once.outvars) if isinstance(v, Var) and v in moving and is_float(v)]
+
+    @functools.cached_property
+    def outer(self) -> list[int]:
+        """Of what is made once, that which the ends take."""
+        reads = read(self.pieces.enter) | read(self.pieces.leave)
+        return [k for k in self.moved if self.pieces.fixed[k] in reads]
+
+    @property
+    def first_row(self) -> int:
+        """The number of the first stack among what a layer takes besides what moves."""
+        return len(self.layer.rest) - len(self.layer.operands.rows)
+
+    @property
+    def stacked_wants(self) -> list[int]:
+        """Of stacks, those whose gradients are wanted."""
+        return [n for n in self.layer.wanted if n >= self.first_row]
+
+
+def read(jaxpr: Jaxpr) -> set[Any]:
+    """The variables that a program reads or gives."""
+    every = [*(v for eqn in jaxpr.eqns for v in eqn.invars), *jaxpr.outvars]
+    return {v for v in every if isinstance(v, Var)}
