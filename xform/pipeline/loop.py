@@ -178,7 +178,7 @@ class _Sweep:
             by_stage = resident.plain(jax.lax.reshape(ordered, shape))
             self.apart.append(by_stage)
             if self.windowed:
-                self.own_rows.append(jnp.zeros((stages, held, *x.shape[1:]), aval.dtype))
+                self.own_rows.append(resident.room((stages, held, *x.shape[1:]), aval.dtype))
             else:
                 self.own_rows.append(resident.together(by_stage))
 
@@ -229,7 +229,9 @@ class _Sweep:
         if self.pulls:
             floats = [types[n] for n in chunks.floats]
             streams = range(len(self.pulls))
-            own["saved"] = [empty(t, runs.saved + 1, size) for t in self.layer.kept]
+            own["saved"] = [
+                resident.room((stages, runs.saved + 1, size, *t.shape), t.dtype) for t in self.layer.kept
+            ]
             own["register_back"] = [[empty(t) for t in floats] for _ in streams]
             own["behind"] = [[[empty(t) for t in floats] for _ in streams] for _ in range(runs.delay[1])]
             if runs.waiting[1]:
@@ -240,7 +242,7 @@ class _Sweep:
             own["late"] = [[empty(t, runs.late + 1, size) for t in late] for _ in streams]
             own["totals"] = [self.totals() for _ in streams]
             every["ended"] = [
-                [jnp.zeros((runs.ended, *t.shape), t.dtype) for t in floats] for _ in streams
+                [resident.room((runs.ended, *t.shape), t.dtype) for t in floats] for _ in streams
             ]
             every["whole"] = [
                 [self.gradients_of(n) for n in self.stacked_wants] if self.windowed else []
@@ -277,9 +279,9 @@ class _Sweep:
         return [n for n in self.layer.wanted if n >= self.first_row]
 
     def gradients_of(self, n: int) -> Value:
-        """Zeros for the gradients of a stack, summed over devices."""
+        """Room for the gradients of a stack, summed over devices."""
         dtype = self.of.kept(self.layer.rest[n].dtype)
-        return jnp.zeros(self.apart[n - self.first_row].shape, dtype)
+        return resident.room(self.apart[n - self.first_row].shape, dtype)
 
     def totals(self) -> list[Value]:
         """Zeros for the gradients of what a layer takes, those of rows a row each."""
@@ -287,14 +289,14 @@ class _Sweep:
         found = []
         for n in layer.wanted:
             if n >= first:
-                found.append(self.accumulator(self.own_rows[n - first]))
+                found.append(self.accumulator(self.own_rows[n - first], not self.windowed))
             else:
                 x = self.fixed[layer.operands.fixed[n]]
                 found.append(self.accumulator(jnp.broadcast_to(x, (stages, *x.shape))))
         return found
 
-    def accumulator(self, x: Value) -> Value:
-        return resident.accumulator(x, self.of.kept(x.dtype))
+    def accumulator(self, x: Value, begun: bool = True) -> Value:
+        return resident.accumulator(x, self.of.kept(x.dtype), begun)
 
     @property
     def outer(self) -> list[int]:

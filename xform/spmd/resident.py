@@ -1,6 +1,7 @@
 """Weights that are together while loops run, and gradients that are summed after them (`xform.ops.resident`).
 
     w' = together w            all_gather over the batch's axes, once
+    b  = room shape            of a device's part; no zeros
     g  = accumulator w'        zeros of what a device has of w'
     g  = accumulate g dw i     no collective: each device adds its own terms
     dw = settled g w           reduce_scatter, as w lies
@@ -10,14 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 
 from xform.ops import resident
-from xform.spmd.layout import Laid, Piece
+from xform.spmd.layout import Laid, Piece, whole
 from xform.spmd.loops import call, terms_of
 from xform.spmd.values import Val
 from xform.spmd.walk import Walk
-from xform.trace import JaxprEqn
+from xform.trace import JaxprEqn, Value
 
 
 def together(walk: Walk, eqn: JaxprEqn, vals: list[Val]) -> list[Val]:
@@ -29,11 +31,21 @@ def together(walk: Walk, eqn: JaxprEqn, vals: list[Val]) -> list[Val]:
     return [walk.moved_to(val, Laid(dims))]
 
 
+def room(walk: Walk, eqn: JaxprEqn, vals: list[Val]) -> list[Val]:
+    (out,) = eqn.outvars
+
+    def make(want: Laid) -> Value:
+        return jax.lax.empty(walk.grid.local(want), out.aval.dtype)
+
+    return [Val(out.aval, whole(out.aval.shape), walk.scope, make)]
+
+
 def accumulator(walk: Walk, eqn: JaxprEqn, vals: list[Val]) -> list[Val]:
     (like,), (out,) = vals, eqn.outvars
     terms = tuple(a for a in walk.grid.sizes if a in walk.batch)
     laid = Laid(walk.settled(like).dims, terms)
-    val = walk.held(jnp.zeros(walk.grid.local(laid), out.aval.dtype), out.aval, laid)
+    make = jax.lax.empty if eqn.params["name"] == resident.PLACE else jnp.zeros
+    val = walk.held(make(walk.grid.local(laid), out.aval.dtype), out.aval, laid)
     val.terms = val.gradient = bool(terms)
     return [val]
 
@@ -57,8 +69,10 @@ def settled(walk: Walk, eqn: JaxprEqn, vals: list[Val]) -> list[Val]:
 
 
 _BY_NAME: dict[str, Callable[[Walk, JaxprEqn, list[Val]], list[Val]]] = {
+    resident.ROOM: room,
     resident.TOGETHER: together,
     resident.ACCUMULATOR: accumulator,
+    resident.PLACE: accumulator,
     resident.ACCUMULATE: accumulate,
     resident.BEGUN: accumulate,
     resident.SETTLED: settled,
