@@ -1,6 +1,7 @@
 """Weights that come together before loops and stay so, and gradients that are summed over devices after them.
 
     w  = stacked w             a layer each along the first dimension
+    b  = room shape            what is written before it is read
     w' = together w            whole along the axes of the batch from here on
     g  = accumulator w'        zeros: each device's own terms of a gradient that is not yet summed
     g  = accumulate g dw i     g[i] += dw, as each device has it
@@ -12,6 +13,7 @@ collectives are written out. None is to be differentiated.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,8 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 
-STACKED, TOGETHER, ACCUMULATOR, ACCUMULATE, BEGUN, SETTLED = (
-    f"resident_{name}" for name in ("stacked", "together", "accumulator", "accumulate", "begun", "settled")
+STACKED, ROOM, TOGETHER, ACCUMULATOR, PLACE, ACCUMULATE, BEGUN, SETTLED = (
+    f"resident_{name}"
+    for name in ("stacked", "room", "together", "accumulator", "place", "accumulate", "begun", "settled")
 )
 
 
@@ -42,13 +45,27 @@ def together(w: Any) -> Any:
     return jax.jit(resident_together)(w)
 
 
-def accumulator(w: Any, dtype: Any) -> Any:
-    """Zeros of a weight's shape, in another dtype, to add up gradients in."""
+def room(shape: Sequence[int], dtype: Any) -> Any:
+    """An array whose numbers are all written before they are read: none need be there before."""
+
+    def resident_room() -> Any:
+        return jnp.zeros(shape, dtype)
+
+    return jax.jit(resident_room)()
+
+
+def accumulator(w: Any, dtype: Any, begun: bool = True) -> Any:
+    """Zeros of a weight's shape, in another dtype, to add up gradients in. begun: else the first that is
+    added takes the place of what is there, and the zeros may be anything.
+    """
 
     def resident_accumulator(w: Any) -> Any:
         return _like(jnp.zeros(w.shape, dtype), w)
 
-    return jax.jit(resident_accumulator)(w)
+    def resident_place(w: Any) -> Any:
+        return resident_accumulator(w)
+
+    return jax.jit(resident_accumulator if begun else resident_place)(w)
 
 
 def accumulate(total: Any, x: Any, *at: Any, fresh: Any = None) -> Any:

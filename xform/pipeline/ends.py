@@ -1,5 +1,5 @@
 """What is around the stack: how a microbatch comes into it, what becomes of it at the end, and the gradients
-of both. It is computed outside of the region over the stages, so it may lie over their axis as over any other.
+of both. It is computed outside of the region over the stages, so it may lie over their axis as over another.
 """
 
 from __future__ import annotations

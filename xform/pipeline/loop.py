@@ -25,6 +25,7 @@ import numpy as np
 
 from xform.batch import Cut, Micro, Microbatches
 from xform.batch.microbatches import Leaves, Swept
+from xform.ops import resident
 from xform.pipeline.chunks import Own
 from xform.pipeline.cutting import Stack, cut, find_stacks, size_of
 from xform.pipeline.ends import Ends
@@ -132,8 +133,14 @@ class _Sweep:
             return jnp.broadcast_to(x, (stages, *lead, *x.shape))
 
         def empty(t: Any, *lead: int) -> Value:
-            zeros = jnp.zeros((stages, *lead, *t.shape), t.dtype)
-            return to(zeros, Space.Host) if is_host(t) else zeros
+            return jnp.zeros((stages, *lead, *t.shape), t.dtype)
+
+        def room(t: Any, *lead: int) -> Value:
+            return (
+                to(empty(t, *lead), Space.Host)
+                if is_host(t)
+                else resident.room((stages, *lead, *t.shape), t.dtype)
+            )
 
         size = self.setting.placing.size
         own: Own = {"register": [each(x) for x in outside]}
@@ -146,7 +153,7 @@ class _Sweep:
         if self.setting.pulls:
             floats = [types[n] for n in chunks.floats]
             streams = range(len(self.setting.pulls))
-            own["saved"] = [empty(t, runs.saved + 1, size) for t in self.setting.layer.kept]
+            own["saved"] = [room(t, runs.saved + 1, size) for t in self.setting.layer.kept]
             own["register_back"] = [[empty(t) for t in floats] for _ in streams]
             own["behind"] = [[[empty(t) for t in floats] for _ in streams] for _ in range(runs.delay[1])]
             if runs.waiting[1]:
@@ -154,7 +161,9 @@ class _Sweep:
             late = self.setting.layer.late if runs.late else ()
             own["late"] = [[empty(t, runs.late + 1, size) for t in late] for _ in streams]
             own["totals"] = [self.weights.totals() for _ in streams]
-            every["ended"] = [[jnp.zeros((runs.ended, *t.shape), t.dtype) for t in floats] for _ in streams]
+            every["ended"] = [
+                [resident.room((runs.ended, *t.shape), t.dtype) for t in floats] for _ in streams
+            ]
             every["whole"] = [self.weights.wholes() for _ in streams]
             every["outer"] = [
                 [self.weights.accumulator(self.weights.fixed[k]) for k in self.setting.outer] for _ in streams

@@ -36,7 +36,7 @@ class Weights:
             by_stage = resident.plain(jax.lax.reshape(self.ordered(x), shape))
             self.apart.append(by_stage)
             if setting.windowed:
-                self.held.append(jnp.zeros((stages, places, *x.shape[1:]), aval.dtype))
+                self.held.append(resident.room((stages, places, *x.shape[1:]), aval.dtype))
             else:
                 self.held.append(resident.together(by_stage))
 
@@ -67,22 +67,22 @@ class Weights:
         found = []
         for n in layer.wanted:
             if n >= first:
-                found.append(self.accumulator(self.held[n - first]))
+                found.append(self.accumulator(self.held[n - first], not self.setting.windowed))
             else:
                 x = self.fixed[layer.operands.fixed[n]]
                 found.append(self.accumulator(jnp.broadcast_to(x, (stages, *x.shape))))
         return found
 
-    def accumulator(self, x: Value) -> Value:
-        return resident.accumulator(x, self.setting.of.kept(x.dtype))
+    def accumulator(self, x: Value, begun: bool = True) -> Value:
+        return resident.accumulator(x, self.setting.of.kept(x.dtype), begun)
 
     def wholes(self) -> list[Value]:
-        """Zeros for the gradients of stacks, summed over devices, where chunks take turns."""
+        """Room for the gradients of stacks, summed over devices, where chunks take turns."""
         s = self.setting
         if not s.windowed:
             return []
         return [
-            jnp.zeros(self.apart[n - s.first_row].shape, s.of.kept(s.layer.rest[n].dtype))
+            resident.room(self.apart[n - s.first_row].shape, s.of.kept(s.layer.rest[n].dtype))
             for n in s.stacked_wants
         ]
 

@@ -229,7 +229,7 @@ def terms_of(walk: Walk, val: Val, laid: Laid) -> Value:
     """A value in a layout; where that has terms of a sum that the value has not, it is all on the first
     device and zero on the others.
     """
-    if val.make is None and set(laid.partial) <= set(val.laid.partial):
+    if val.terms or (val.make is None and set(laid.partial) <= set(val.laid.partial)):
         return walk.get(val, laid)
     x = walk.get(val, laid.summed())
     if not laid.partial:

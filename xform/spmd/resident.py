@@ -1,9 +1,11 @@
-"""Weights that are together while loops run, and gradients that are summed after them (`xform.ops.resident`).
+"""Weights that are together while loops run, and gradients that are summed after them: what the operations of
+`xform.ops.resident` are on the parts.
 
-w' = together w            all_gather over the batch's axes, once
-g  = accumulator w'        zeros of what a device has of w'
-g  = accumulate g dw i     no collective: each device adds its own terms
-dw = settled g w           reduce_scatter, as w lies
+    w' = together w            all_gather over the batch's axes, once
+    b  = room shape            of a device's part; no zeros
+    g  = accumulator w'        zeros of what a device has of w'
+    g  = accumulate g dw i     no collective: each device adds its own terms
+    dw = settled g w           reduce_scatter, as w lies
 """
 
 from __future__ import annotations
@@ -11,14 +13,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import cast
 
+import jax
 import jax.numpy as jnp
 
 from xform.ops import resident
-from xform.spmd.layout import Laid, Piece
+from xform.spmd.layout import Laid, Piece, whole
 from xform.spmd.loops import call, terms_of
 from xform.spmd.values import Val
 from xform.spmd.walk import Walk
-from xform.trace import JaxprEqn, ShapedArray
+from xform.trace import JaxprEqn, ShapedArray, Value
 
 
 def together(walk: Walk, eqn: JaxprEqn, vals: list[Val]) -> list[Val]:
@@ -30,11 +33,25 @@ def together(walk: Walk, eqn: JaxprEqn, vals: list[Val]) -> list[Val]:
     return [walk.moved_to(val, Laid(dims))]
 
 
+def room(walk: Walk, eqn: JaxprEqn, vals: list[Val]) -> list[Val]:
+    aval = cast(ShapedArray, eqn.outvars[0].aval)
+
+    def make(want: Laid) -> Value:
+        return jax.lax.empty(walk.grid.local(want), aval.dtype)
+
+    return [Val(aval, whole(aval.shape), walk.scope, make)]
+
+
 def accumulator(walk: Walk, eqn: JaxprEqn, vals: list[Val]) -> list[Val]:
     like, aval = vals[0], cast(ShapedArray, eqn.outvars[0].aval)
     terms = tuple(a for a in walk.grid.sizes if a in walk.batch)
     laid = Laid(walk.settled(like).dims, terms)
-    val = walk.held(jnp.zeros(walk.grid.local(laid), aval.dtype), aval, laid)
+    filled = jax.lax.empty if eqn.params["name"] == resident.PLACE else jnp.zeros
+
+    def make(want: Laid) -> Value:
+        return filled(walk.grid.local(want), aval.dtype)
+
+    val = Val(aval, laid, walk.scope, make)
     val.terms = val.gradient = bool(terms)
     return [val]
 
@@ -58,8 +75,10 @@ def settled(walk: Walk, eqn: JaxprEqn, vals: list[Val]) -> list[Val]:
 
 
 _BY_NAME: dict[str, Callable[[Walk, JaxprEqn, list[Val]], list[Val]]] = {
+    resident.ROOM: room,
     resident.TOGETHER: together,
     resident.ACCUMULATOR: accumulator,
+    resident.PLACE: accumulator,
     resident.ACCUMULATE: accumulate,
     resident.BEGUN: accumulate,
     resident.SETTLED: settled,
