@@ -9,7 +9,7 @@ import pytest
 from tests import public
 from tests.layered import PROGRAMS
 from tests.test_pipeline import MESHES, agree, graded, piped, scheduled, slow, wanted
-from xform import Accumulate, ChunkedLoss, Kernels, Narrow, Quantize, Remat, Roll
+from xform import Accumulate, ChunkedLoss, Kernels, Narrow, Pipeline, Plan, Quantize, Remat, Roll, check
 from xform.models import encoder_decoder, gpt2, llama
 
 # ---------------------------------------------------------------- what is kept, and what is done again
@@ -124,13 +124,15 @@ def test_of_two_stacks_the_larger_goes_over_stages() -> None:
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_public_models(name: str) -> None:
     fn, args = public.loss(name, layers=4, batch=4, length=8, embed=24, heads=4, mlp=32, vocab=40)
-    step = piped(jax.value_and_grad(fn), schedule="1f1b", microbatches=2)
-    agree(step(*args), jax.jit(jax.value_and_grad(fn))(*args))
+    plan = Plan({"stage": 2}, [Pipeline(microbatches=2, schedule="1f1b")])
+    result = check(jax.value_and_grad(fn), args, plan, devices=jax.devices()[:2])
+    assert result.ok, str(result)
 
 
 @pytest.mark.slow  # a whole model on eight devices
 def test_a_model_over_stages_and_fsdp() -> None:
     fn, args = llama.loss(scan=False, **(SMALL | {"batch": 8}))
     sizes, passes = MESHES["stages of fsdp, written out"]
-    step = piped(jax.value_and_grad(fn), Remat("full"), *passes, mesh=sizes, schedule="1f1b")
-    agree(step(*args), jax.jit(jax.value_and_grad(fn))(*args))
+    plan = Plan(sizes, [Pipeline(microbatches=4, schedule="1f1b"), Remat("full"), *passes])
+    result = check(jax.value_and_grad(fn), args, plan)
+    assert result.ok, str(result)
