@@ -125,7 +125,7 @@ def test_of_two_stacks_the_larger_goes_over_stages() -> None:
 def test_public_models(name: str) -> None:
     fn, args = public.loss(name, layers=4, batch=4, length=8, embed=24, heads=4, mlp=32, vocab=40)
     plan = Plan({"stage": 2}, [Pipeline(microbatches=2, schedule="1f1b")])
-    result = check(jax.value_and_grad(fn), args, plan, devices=jax.devices()[:2])
+    result = check(fn, args, plan, devices=jax.devices()[:2])
     assert result.ok, str(result)
 
 
@@ -134,5 +134,5 @@ def test_a_model_over_stages_and_fsdp() -> None:
     fn, args = llama.loss(scan=False, **(SMALL | {"batch": 8}))
     sizes, passes = MESHES["stages of fsdp, written out"]
     plan = Plan(sizes, [Pipeline(microbatches=4, schedule="1f1b"), Remat("full"), *passes])
-    result = check(jax.value_and_grad(fn), args, plan)
+    result = check(fn, args, plan)
     assert result.ok, str(result)
