@@ -309,8 +309,8 @@ def test_what_is_kept_is_flat_in_microbatches_or_not() -> None:
 def test_two_chunks_at_once_are_together_where_all_microbatches_go_through_one_first() -> None:
     run = run_of(make("circular", 4, 16, 4))
     assert run.resident == 2
-    assert [chunk for window in run.windows for chunk in window.fetch] == [0, 1, 2, 3, 1, 0]
-    assert sorted(chunk for window in run.windows for chunk in window.flush) == [0, 1, 2, 3]
+    assert [chunk for window in run.windows for chunk in window.fetch] == [0, 1, 2, 3, 3, 2, 1, 0]
+    assert [chunk for window in run.windows for chunk in window.flush] == [3, 2, 1, 0]
 
 
 @pytest.mark.parametrize("name", ["eager-1f1b", "interleaved"])
@@ -322,3 +322,17 @@ def test_all_chunks_are_together_where_they_take_turns(name: str) -> None:
 def test_a_tick_without_work_is_one_of_the_loops() -> None:
     schedule = Schedule.of(["F0 . . . B0", ". F0 . B0 ."])
     assert ran(schedule).run.ticks[2].kinds == ()
+
+
+@pytest.mark.parametrize("name", ["1f1b", "eager-1f1b", "gpipe", "zb-h1"])
+def test_forward_works_alone_take_no_more_ticks_than_there_must_be(name: str) -> None:
+    """Those of one chunk a stage: the time that gradients are given in between is not waited for."""
+    for schedule in named(name):
+        if schedule.repeats == 1 and not schedule.delay:
+            assert forward_only(schedule).ticks == schedule.stages - 1 + schedule.microbatches
+
+
+def test_what_is_longer_under_way_stays_so_without_gradients() -> None:
+    alone = forward_only(make("gpipe", 3, 4, delay=1))
+    assert alone.ticks == 2 * 2 + 4
+    ran(alone)

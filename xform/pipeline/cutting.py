@@ -149,10 +149,10 @@ class _Cut:
         self.inputs, self.moving = jaxpr.invars[:same], jaxpr.invars[same:]
         self.stack = find_stacks(jaxpr, same)[0]
         self.fixed = made_of(jaxpr, (), self.moving)
-        moved = {jaxpr.invars[i] for i in differentiated if i >= same}
-        heavy = (
-            {v for v in self.inputs if is_weight(v)} | moved | {v for v in jaxpr.constvars if is_weight(v)}
-        )
+        moved = {jaxpr.invars[i] for i in differentiated}
+        # a vector of which no gradient is wanted may be one of frequencies
+        given = [v for v in (*self.inputs, *jaxpr.constvars) if is_weight(v) and len(shape_of(v)) > 1]
+        heavy = {v for v in moved if v not in self.inputs or is_weight(v)} | set(given)
         self.heavy = reached(jaxpr, heavy)
         self.costly = reached(jaxpr, (v for e in jaxpr.eqns if _costs(e) for v in e.outvars))
         self.maker = {v: i for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}

@@ -18,6 +18,7 @@ from typing import Literal
 import numpy as np
 
 from xform.schedules import Kind, Schedule, Work
+from xform.schedules.makers import soonest
 from xform.schedules.table import GIVES
 
 KINDS: tuple[Kind, ...] = ("forward", "backward", "input", "weight")
@@ -190,11 +191,17 @@ def run_of(schedule: Schedule) -> Run:
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """The forward works of a schedule, ticks without any left out."""
+    """The forward works of a schedule, each stage's in their order and as soon as they can. What is longer
+    under way stays where it is, and ticks that are left with none go.
+    """
     rows = [
-        tuple(w if w is not None and w.kind == "forward" else None for w in row) for row in schedule.table
+        tuple(work if work is not None and work.kind == "forward" else None for work in row)
+        for row in schedule.table
     ]
-    return dataclasses.replace(schedule, table=tuple(row for row in rows if any(row)))
+    if schedule.delay:
+        return dataclasses.replace(schedule, table=tuple(row for row in rows if any(row)))
+    orders = [[work for work in works if work is not None] for works in zip(*rows, strict=True)]
+    return dataclasses.replace(schedule, table=soonest(orders, schedule.repeats))
 
 
 class _Run:

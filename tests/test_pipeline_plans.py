@@ -1,0 +1,138 @@
+"""Pipeline beside other passes, and over models as they are: values and gradients are those of one device."""
+
+import math
+from typing import Any
+
+import jax
+import pytest
+
+from tests import public
+from tests.layered import PROGRAMS
+from tests.test_pipeline import MESHES, agree, graded, piped, scheduled, slow, wanted
+from xform import Accumulate, ChunkedLoss, Kernels, Narrow, Pipeline, Plan, Quantize, Remat, Roll, check
+from xform.models import encoder_decoder, gpt2, llama
+
+# ---------------------------------------------------------------- what is kept, and what is done again
+
+
+@pytest.mark.parametrize(
+    ("policy", "schedule"),
+    [
+        ("full", "gpipe"),
+        slow("full", "1f1b"),
+        slow("full", "zb-h1"),
+        slow("full", "circular"),
+        slow("minimal", "1f1b"),
+        slow("minimal", "zb-h1"),
+        slow("minimal", "circular"),
+    ],
+)
+def test_layers_whose_values_are_computed_again(policy: Any, schedule: str) -> None:
+    loss, params, data = PROGRAMS["plain"]()
+    agree(piped(graded(loss), Remat(policy), **scheduled(schedule))(params, *data), wanted("plain"))
+
+
+def test_a_layer_that_is_computed_again_keeps_its_input_alone() -> None:
+    """What a stage keeps of a microbatch is an array of each of its layers."""
+    loss, params, data = PROGRAMS["plain"]()
+
+    def kept(*passes: Any) -> int:
+        report = piped(graded(loss), *passes, schedule="1f1b").trace(params, *data)
+        shapes = {v.aval.shape for eqn in report.jaxpr.eqns for v in eqn.outvars}
+        return sum(math.prod(shape) for shape in shapes if shape[:3] == (2, 3, 4))
+
+    assert 0 < kept(Remat("full")) < kept()
+
+
+@pytest.mark.slow  # compiles two steps
+@pytest.mark.parametrize("remat", [Remat("minimal_offloaded"), Remat("custom", offload=["mlp"])])
+def test_residuals_on_the_host(remat: Remat) -> None:
+    loss, params, data = PROGRAMS["documents"]()
+    agree(piped(graded(loss), remat, schedule="1f1b")(params, *data), wanted("documents"))
+
+
+# ---------------------------------------------------------------- other passes
+
+
+@pytest.mark.slow  # compiles programs with attention
+@pytest.mark.parametrize("passes", [(Kernels(shortest=1),), (Kernels(shortest=1), Remat("minimal"))])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_attention_that_was_raised(passes: tuple[Any, ...], schedule: str) -> None:
+    loss, params, data = PROGRAMS["documents"]()
+    agree(piped(graded(loss), *passes, schedule=schedule)(params, *data), wanted("documents"))
+
+
+@pytest.mark.slow  # compiles a quantized program
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "circular"])
+def test_quantized_products(schedule: str) -> None:
+    """Each microbatch has scales of its own: so far from the floats as the whole batch is with its own."""
+    loss, params, data = PROGRAMS["plain"]()
+    step = piped(graded(loss), Quantize("int8", force=True), **scheduled(schedule))
+    agree(step(params, *data), wanted("plain"), 0.05)
+    assert "mlpwi: int8 activations, int8 weights, int8 gradients" in str(step.trace(params, *data).report)
+
+
+@pytest.mark.slow  # a loop in the end of each microbatch
+def test_a_loss_in_chunks_of_the_length() -> None:
+    loss, params, data = PROGRAMS["untied"]()
+    agree(piped(graded(loss), ChunkedLoss(chunks=5), schedule="1f1b")(params, *data), wanted("untied"))
+
+
+@pytest.mark.xfail(strict=True, reason="rows of a chunk lie side by side, those of a microbatch apart")
+def test_a_loss_in_chunks_of_the_batch() -> None:
+    loss, params, data = PROGRAMS["untied"]()
+    piped(graded(loss), ChunkedLoss(chunks=4)).trace(params, *data)
+
+
+@pytest.mark.slow  # eight microbatches
+def test_steps_of_accumulate_are_more_microbatches() -> None:
+    loss, params, data = PROGRAMS["balanced experts"]()
+    step = piped(graded(loss), Accumulate(steps=2), schedule="1f1b", microbatches=4)
+    agree(step(params, *data), wanted("balanced experts"))
+    assert "8 microbatches of 1 row" in str(step.trace(params, *data).report)
+
+
+@pytest.mark.slow  # a whole step
+def test_narrow_loops() -> None:
+    loss, params, data = PROGRAMS["plain"]()
+    agree(piped(graded(loss), Narrow(), schedule="1f1b")(params, *data), wanted("plain"))
+
+
+# ---------------------------------------------------------------- models
+
+SMALL = {"size": "tiny", "layers": 4, "batch": 4, "length": 8, "abstract": False}
+
+
+@pytest.mark.slow  # whole models, compiled twice
+@pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
+@pytest.mark.parametrize("model", [gpt2, llama], ids=["gpt2", "llama"])
+def test_our_models(model: Any, scan: bool) -> None:
+    fn, args = model.loss(scan=scan, **SMALL)
+    step = piped(jax.value_and_grad(fn), *(() if scan else (Roll(),)), schedule="1f1b")
+    agree(step(*args), jax.jit(jax.value_and_grad(fn))(*args))
+
+
+@pytest.mark.slow  # a whole model, compiled twice
+def test_of_two_stacks_the_larger_goes_over_stages() -> None:
+    fn, args = encoder_decoder.loss(scan=True, **SMALL)
+    step = piped(jax.value_and_grad(fn), schedule="1f1b")
+    agree(step(*args), jax.jit(jax.value_and_grad(fn))(*args))
+    assert "it is not the largest stack: every stage computes it" in str(step.trace(*args).report)
+
+
+@pytest.mark.slow  # whole models, compiled twice
+@pytest.mark.parametrize("name", ["gpt2", "bert"])
+def test_public_models(name: str) -> None:
+    fn, args = public.loss(name, layers=4, batch=4, length=8, embed=24, heads=4, mlp=32, vocab=40)
+    plan = Plan({"stage": 2}, [Pipeline(microbatches=2, schedule="1f1b")])
+    result = check(fn, args, plan, devices=jax.devices()[:2])
+    assert result.ok, str(result)
+
+
+@pytest.mark.slow  # a whole model on eight devices
+def test_a_model_over_stages_and_fsdp() -> None:
+    fn, args = llama.loss(scan=False, **(SMALL | {"batch": 8}))
+    sizes, passes = MESHES["stages of fsdp, written out"]
+    plan = Plan(sizes, [Pipeline(microbatches=4, schedule="1f1b"), Remat("full"), *passes])
+    result = check(fn, args, plan)
+    assert result.ok, str(result)

@@ -1,0 +1,235 @@
+"""What a pipeline sends and keeps, as its program says: permutes of the table, weights gathered once."""
+
+import collections
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from tests import layered
+from tests.layered import PROGRAMS, Program, of_layers
+from tests.test_pipeline import SCHEDULED, piped, scheduled, slow
+from xform import Shard
+from xform.api import Parallelized
+from xform.higher_order import bodies, scan_parts
+from xform.pipeline.ticks import run_of
+from xform.schedules import Schedule, cost, make
+from xform.trace import Jaxpr, JaxprEqn
+
+COLLECTIVES = {"ppermute", "psum", "psum_invariant", "all_gather", "reduce_scatter", "all_to_all"}
+EXPLICIT = Shard(strict=False, collectives="explicit")
+FSDP = {"stage": 4, "fsdp": 2}
+
+
+def ran(jaxpr: Jaxpr, times: int = 1, depth: int = 0) -> Iterator[tuple[JaxprEqn, int, int]]:
+    """The equations at all depths, each with how often it runs, and in how many loops it is. Where there is a
+    condition, what stands under it is said to run never.
+    """
+    for eqn in jaxpr.eqns:
+        yield eqn, times, depth
+        loop = eqn.primitive.name == "scan"
+        inner = times * eqn.params["length"] if loop else 0 if eqn.primitive.name == "cond" else times
+        for body in bodies(eqn):
+            yield from ran(body, inner, depth + loop)
+
+
+def sent(jaxpr: Jaxpr) -> collections.Counter[tuple[str, str, int]]:
+    """How often a collective runs along which axes, inside loops (1) or not."""
+    found: collections.Counter[tuple[str, str, int]] = collections.Counter()
+    for eqn, times, depth in ran(jaxpr):
+        if eqn.primitive.name in COLLECTIVES:
+            axes = eqn.params.get("axis_name", eqn.params.get("axes"))
+            axes = (axes,) if isinstance(axes, str) else axes
+            if math.prod(eqn.invars[0].aval.shape) > 1:
+                found[eqn.primitive.name, ",".join(axes), min(depth, 1)] += times
+    return found
+
+
+def stepped(program: Program, *passes: Any, **options: Any) -> tuple[Parallelized, Program]:
+    """A step of gradient descent."""
+    loss, params, data = program
+
+    def step(params: Any, *data: Any) -> tuple[Any, Any]:
+        value, gradients = jax.value_and_grad(loss)(params, *data)
+        return jax.tree.map(lambda w, g: w - 0.3 * g, params, gradients), value
+
+    return piped(step, *passes, **options), (step, params, data)
+
+
+def traced(program: Program, *passes: Any, **options: Any) -> Jaxpr:
+    step, (_, params, data) = stepped(program, *passes, **options)
+    return step.trace(params, *data).jaxpr
+
+
+def table(name: str, stages: int, microbatches: int) -> Schedule:
+    options = {"schedule": name} | SCHEDULED[name]
+    return make(options["schedule"], stages, microbatches, options.get("repeats", 1), options.get("delay", 0))
+
+
+def untaken(schedule: Schedule) -> int:
+    """How many ticks make something in a direction, and nothing that another stage takes."""
+    makes, sends = set(), {(send.tick, send.direction) for send in cost(schedule).sends}
+    for tick, _, work in schedule.works():
+        if work.kind != "weight":
+            makes.add((tick, "next" if work.kind == "forward" else "previous"))
+    return len(makes - sends)
+
+
+# ---------------------------------------------------------------- along the stages
+
+
+@pytest.mark.parametrize("name", SCHEDULED)
+def test_a_tick_of_a_direction_is_one_permute(name: str) -> None:
+    """Also one at which the end of the stack alone makes something: nobody takes that, and it is sent."""
+    schedule = table(name, 4, 8)
+    ticks = run_of(schedule).ticks
+    costs = cost(schedule)
+    found = sent(traced(of_layers(8), mesh={"stage": 4}, microbatches=8, **scheduled(name)))
+    permutes = sum(n for (what, axes, _), n in found.items() if what == "ppermute" and axes == "stage")
+    assert permutes == sum(t.forward for t in ticks) + sum(t.back for t in ticks)
+    assert permutes == costs.permutes("next") + costs.permutes("previous") + untaken(schedule)
+    assert {axes for _, axes, _ in found} == {"stage"}
+    ends = sum(n for (what, _, _), n in found.items() if what == "psum")
+    # a microbatch's result to the loss, and its gradient to the embedding: under a condition in some loops
+    assert ends == 2 * 8 or (ends < 2 * 8 and name == "interleaved")
+
+
+@pytest.mark.parametrize(
+    ("name", "arrays"), [("plain", 1), ("skip to the end", 2), ("documents", 1), ("rotations outside", 1)]
+)
+def test_what_is_made_of_data_or_of_nothing_does_not_travel(name: str, arrays: int) -> None:
+    """Masks and rotations are made on each stage; what the end takes of the embedding goes along."""
+    found = sent(traced(PROGRAMS[name](), schedule="gpipe", microbatches=4))
+    ticks = run_of(make("gpipe", 2, 4)).ticks
+    assert sum(n for (what, _, _), n in found.items() if what == "ppermute") == arrays * len(ticks)
+
+
+def test_a_program_that_is_not_differentiated_sends_one_way() -> None:
+    loss, params, data = PROGRAMS["plain"]()
+    found = sent(piped(loss, mesh={"stage": 4}, schedule="1f1b").trace(params, *data).jaxpr)
+    assert sum(n for (what, _, _), n in found.items() if what == "ppermute") == 7
+
+
+# ---------------------------------------------------------------- along the batch's axes
+
+
+@pytest.mark.parametrize(
+    "name", ["1f1b", slow("zb-h1"), slow("eager-1f1b"), slow("gpipe"), slow("interleaved")]
+)
+def test_weights_are_gathered_once_and_gradients_scattered_once(name: str) -> None:
+    found = sent(traced(of_layers(8, 16), EXPLICIT, mesh=FSDP, microbatches=8, **scheduled(name)))
+    fsdp = {(what, depth): n for (what, axes, depth), n in found.items() if axes == "fsdp"}
+    assert fsdp.pop(("all_gather", 0)) == 4  # up, down, norm and the embedding
+    scattered = fsdp.pop(("reduce_scatter", 0))
+    assert 4 <= scattered <= 5  # the embedding's two are made apart
+    assert not fsdp
+    assert {axes for _, axes, _ in found} == {"stage", "fsdp"}
+
+
+def test_nothing_of_the_layers_is_gathered_over_stages() -> None:
+    for name in ("1f1b", "circular"):
+        found = sent(traced(of_layers(8), EXPLICIT, mesh=FSDP, **scheduled(name)))
+        assert not any("stage" in axes for what, axes, _ in found if what not in ("ppermute", "psum"))
+
+
+def test_chunks_that_take_turns_are_gathered_one_by_one() -> None:
+    """Each comes together for its forward works, and again for its gradients."""
+    windows = run_of(make("circular", 2, 4, 4)).windows
+    fetches = sum(len(window.fetch) for window in windows)
+    flushes = sum(len(window.flush) for window in windows)
+    options = {"mesh": {"stage": 2, "fsdp": 2}, "schedule": "circular", "repeats": 4}
+    jaxpr = traced(of_layers(16), EXPLICIT, **options)
+    gathered, scattered = 0, 0
+    chunk = 2 * layered.EMBED * layered.MLP  # elements of a matrix, of two layers
+    for eqn, times, _ in ran(jaxpr):
+        size = math.prod(eqn.invars[0].aval.shape) if eqn.invars else 0
+        gathered += times * (eqn.primitive.name == "all_gather" and size == chunk // 2)
+        scattered += times * (eqn.primitive.name == "reduce_scatter" and size == chunk)
+    assert (gathered, scattered) == (2 * 8, 2 * 4)
+    assert (fetches, flushes) == (8, 4)
+
+
+# ---------------------------------------------------------------- what is kept
+
+
+def carried(jaxpr: Jaxpr) -> int:
+    """Bytes of what the largest loop carries."""
+    most = 0
+    for eqn, _, _ in ran(jaxpr):
+        if eqn.primitive.name == "scan":
+            first, carry, _ = scan_parts(eqn)
+            held = eqn.invars[first : first + carry]
+            most = max(most, sum(math.prod(v.aval.shape) * v.aval.dtype.itemsize for v in held))
+    return most
+
+
+@pytest.mark.parametrize(
+    ("name", "flat"), [("1f1b", True), ("eager-1f1b", True), ("zb-h1", True), ("gpipe", False)]
+)
+def test_what_loops_carry_is_flat_in_microbatches_or_linear(name: str, flat: bool) -> None:
+    sizes = []
+    for microbatches in (8, 16, 24):
+        program = of_layers(4, microbatches)
+        options = {"mesh": {"stage": 4}, "microbatches": microbatches}
+        sizes.append(carried(traced(program, schedule=name, **options)))
+    more, again = np.diff(sizes)
+    assert more == again
+    assert bool(more == 0) is flat
+
+
+@pytest.mark.slow  # compiles four steps
+def test_the_memory_of_1f1b_is_flat_in_microbatches() -> None:
+    def temp(name: str, microbatches: int) -> int:
+        options = {"mesh": {"stage": 4}, "microbatches": microbatches, "schedule": name}
+        step, (_, params, data) = stepped(of_layers(8, 2 * microbatches), **options)
+        return int(step.lower(params, *data).compile().memory_analysis().temp_size_in_bytes)
+
+    assert temp("1f1b", 32) < 1.1 * temp("1f1b", 8)
+    assert temp("gpipe", 32) > 2 * temp("gpipe", 8)
+
+
+# ---------------------------------------------------------------- as compiled
+
+
+@pytest.mark.slow  # compiles steps on eight devices
+@pytest.mark.parametrize("name", ["1f1b", "circular"])
+def test_the_compiler_gathers_nothing_over_stages(name: str) -> None:
+    step, (_, params, data) = stepped(of_layers(8), mesh={"stage": 4}, **scheduled(name))
+    step.trace(params, *data)
+    text = step.lower(step.place(params), *data).compile().as_text()
+    assert "collective-permute(" in text
+    assert "all-gather(" not in text and "all-to-all(" not in text
+
+
+PROGRAM = """
+import jax
+import xform
+from tests.layered import PROGRAMS
+loss, params, data = PROGRAMS["documents"]()
+for options in ({"schedule": "1f1b"}, {"schedule": "circular", "repeats": 4}):
+    shard = xform.Shard(strict=False, collectives="explicit")
+    plan = xform.Plan({"stage": 2, "fsdp": 2}, [xform.Pipeline(microbatches=4, **options), shard])
+    step = xform.parallelize(jax.value_and_grad(loss), plan, devices=jax.devices()[:4])
+    lowered = step.lower(params, *data)
+    print(lowered.as_text(), lowered.report())
+"""
+
+
+@pytest.mark.slow  # starts two processes that trace and lower two steps each
+def test_two_processes_lower_a_pipeline_to_the_same_bytes() -> None:
+    texts = [
+        subprocess.run(
+            [sys.executable, "-c", PROGRAM],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            check=True,
+        ).stdout
+        for seed in ("0", "1")
+    ]
+    assert texts[0] == texts[1] and texts[0].count(b"collective_permute") > 8
