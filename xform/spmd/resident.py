@@ -1,15 +1,16 @@
 """Weights that are together while loops run, and gradients that are summed after them (`xform.ops.resident`).
 
-    w' = together w            all_gather over the batch's axes, once
-    b  = room shape            of a device's part; no zeros
-    g  = accumulator w'        zeros of what a device has of w'
-    g  = accumulate g dw i     no collective: each device adds its own terms
-    dw = settled g w           reduce_scatter, as w lies
+w' = together w            all_gather over the batch's axes, once
+b  = room shape            of a device's part; no zeros
+g  = accumulator w'        zeros of what a device has of w'
+g  = accumulate g dw i     no collective: each device adds its own terms
+dw = settled g w           reduce_scatter, as w lies
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from xform.spmd.layout import Laid, Piece, whole
 from xform.spmd.loops import call, terms_of
 from xform.spmd.values import Val
 from xform.spmd.walk import Walk
-from xform.trace import JaxprEqn, Value
+from xform.trace import JaxprEqn
 
 
 def together(walk: Walk, eqn: JaxprEqn, vals: list[Val]) -> list[Val]:
@@ -33,19 +34,22 @@ def together(walk: Walk, eqn: JaxprEqn, vals: list[Val]) -> list[Val]:
 
 def room(walk: Walk, eqn: JaxprEqn, vals: list[Val]) -> list[Val]:
     (out,) = eqn.outvars
+    return [_room(walk, out.aval, whole(out.aval.shape))]
 
-    def make(want: Laid) -> Value:
-        return jax.lax.empty(walk.grid.local(want), out.aval.dtype)
 
-    return [Val(out.aval, whole(out.aval.shape), walk.scope, make)]
+def _room(walk: Walk, aval: Any, laid: Laid) -> Val:
+    """An array that is made where it is used, as it is to lie there."""
+    return Val(aval, laid, walk.scope, lambda want: jax.lax.empty(walk.grid.local(want), aval.dtype))
 
 
 def accumulator(walk: Walk, eqn: JaxprEqn, vals: list[Val]) -> list[Val]:
     (like,), (out,) = vals, eqn.outvars
     terms = tuple(a for a in walk.grid.sizes if a in walk.batch)
     laid = Laid(walk.settled(like).dims, terms)
-    make = jax.lax.empty if eqn.params["name"] == resident.PLACE else jnp.zeros
-    val = walk.held(make(walk.grid.local(laid), out.aval.dtype), out.aval, laid)
+    if eqn.params["name"] == resident.PLACE:
+        val = _room(walk, out.aval, laid)
+    else:
+        val = walk.held(jnp.zeros(walk.grid.local(laid), out.aval.dtype), out.aval, laid)
     val.terms = val.gradient = bool(terms)
     return [val]
 
