@@ -189,8 +189,7 @@ def sweep(names: Sequence[str], uses: Sequence[str]) -> None:
                 cells.append(f"{found[n]:8.2f}")
             except OutOfDeviceMemory:
                 cells.append(f"{'not fit':>8}")
-            print(f"\r{name:12} {' '.join(cells)}", end="", flush=True)
-        print(f"  {grows(found)}", flush=True)
+        print(f"{name:12} {' '.join(cells)}  {grows(found)}", flush=True)
 
 
 def grows(found: dict[int, float]) -> str:
