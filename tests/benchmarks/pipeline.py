@@ -3,12 +3,13 @@
     python -m tests.benchmarks.pipeline [ROW ...] [--cycles] [--use PASS ...]
     python -m tests.benchmarks.pipeline --sweep [ROW ...] [--use PASS ...]
 
-The first prints for each schedule, per device and step as compiled: bytes on the wire with their ratio to those
-of MaxText's row of as many layers a chunk; temp memory with its ratio; permutes over the axis of the stages, and
-how many ticks of the schedule's table send anything, a permute each; arithmetic of dots with its ratio; idle
-slots of the table. Below it, gigabytes sent over each axis by kind, and whether any all-gather over the stages
-has a weight of layers in it. `--cycles` compiles to the end, a minute or two each, for the compiler's estimate
-of cycles. The last column has the aims that a row misses, with what it has and what is asked:
+The first prints for each schedule, per device and step as compiled: bytes on the wire with their ratio to
+those of MaxText's row of as many layers a chunk; temp memory with its ratio; permutes over the axis of the
+stages, of as many as its table has ticks that send anything, in a direction each; arithmetic of dots
+with its ratio; idle slots of the table. Below it, gigabytes sent over each axis by kind, and how many
+all-gathers over the stages have a weight of layers in them. `--cycles` compiles to the end, a minute or two
+each, for the compiler's estimate of cycles. The last column has the aims that a row misses, with what it has
+and what is asked:
 
     wire, temp   at most so much of MaxText's row (`AIMS`)
     D1's wire    of the circular schedule, at most so much of what MaxText sends that gathers at every tick
@@ -33,7 +34,7 @@ import jax
 from tests.benchmarks.rows_maxtext import Row, against, parser, step
 from tests.benchmarks.traffic import sharded
 from xform import hlo, topologies
-from xform.aot import Result, compile_lowered
+from xform.aot import OutOfDeviceMemory, Result, compile_lowered
 from xform.hlo import collectives
 from xform.schedules import Cost, cost, make
 
@@ -51,8 +52,9 @@ D1, D2, D3 = (
         (8.486, 53.391, 278.8, 0.0),
     )
 )
-"""MaxText's circular schedule of 8 repeats, which gathers weights at each tick, or (D2) once a repeat; and one
-of 1 repeat, which gathers at each tick."""
+"""MaxText's circular schedule of 8 repeats, which gathers weights at each tick, or (D2) once a repeat; and
+one of 1 repeat, which gathers at each tick.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,12 +187,9 @@ def sweep(names: Sequence[str], uses: Sequence[str]) -> None:
                 result, _ = compiled(name, repeats, n, uses)
                 found[n] = (result.memory["temp"] or 0) / 1e9
                 cells.append(f"{found[n]:8.2f}")
-            except jax.errors.JaxRuntimeError as error:
-                if "RESOURCE_EXHAUSTED" not in str(error):
-                    raise
+            except OutOfDeviceMemory:
                 cells.append(f"{'not fit':>8}")
-            print(f"\r{name:12} {' '.join(cells)}", end="", flush=True)
-        print(f"  {grows(found)}", flush=True)
+        print(f"{name:12} {' '.join(cells)}  {grows(found)}", flush=True)
 
 
 def grows(found: dict[int, float]) -> str:
