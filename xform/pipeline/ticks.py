@@ -254,9 +254,9 @@ class _Run:
     def windows(self) -> tuple[tuple[Window, ...], int]:
         """The ticks cut where the weights of a chunk are wanted first, and where its gradients are whole; all
         in one where all chunks are wanted at once. Where all forward works come first, weights come together
-        once for these and once for the others, so that each half has them in the order in memory that it likes
-        best. Gradients are whole at the next border; after the last fetch borders are as far apart as before it,
-        so that the last windows are like the others.
+        once for these and once for the others, so that each half has them in memory as it likes best.
+        Gradients are whole at the next border; after the last fetch borders are as far apart as before it, so
+        that the last windows are like the others.
         """
         every = Window(0, len(self.ticks), (), ())
         split = max(self.turns["forward"]) + 1
