@@ -254,7 +254,9 @@ class _Sweep:
             said = {getattr(tick, name) >= 0 for tick in ticks}
             return "sometimes" if len(said) == 2 else "always" if said.pop() else "never"
 
-        return Sort(kinds, when("enters"), when("ends"), when("returns"), phase.mixed)
+        ends = when("enters"), when("ends"), when("returns")
+        sends = any(tick.sends for tick in ticks), any(tick.sends_back for tick in ticks)
+        return Sort(kinds, *ends, *sends, phase.mixed)
 
     def columns(self, phase: Phase, later: int = 0) -> dict[str, Any]:
         """The table's numbers, [count, period, ...], of a phase or one so many ticks later."""

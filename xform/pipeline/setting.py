@@ -38,15 +38,17 @@ When = Literal["never", "sometimes", "always"]
 
 @dataclasses.dataclass(frozen=True)
 class Sort:
-    """What the program of a tick has in it: the kinds of works, and what happens at the ends of the stack.
-    mixed: what runs differs from one turn of its loop to the next.
+    """What the program of a tick has in it: the kinds of works, what happens at the ends of the stack, and
+    whether anything is sent each way. mixed: what runs differs from one turn of its loop to the next.
     """
 
     kinds: tuple[Kind, ...]
     enters: When
     ends: When
     returns: When
-    mixed: bool = False
+    sends: bool
+    sends_back: bool
+    mixed: bool
 
     @property
     def forward(self) -> bool:

@@ -149,8 +149,9 @@ class Stages:
         ):
             if not (tick.forward if way > 0 else tick.back):
                 continue
-            queue = [value, *own[chain]]
-            new = [jax.tree.map(functools.partial(self.permuted, way=way), queue[0]), *queue[1:]]
+            if tick.sends if way > 0 else tick.sends_back:
+                value = jax.tree.map(functools.partial(self.permuted, way=way), value)
+            new = [value, *own[chain]]
             arrived = new[-1] if len(new) > 1 else new[0]
             rest = new[:-1]
             if tick.mixed:  # at a tick of another sort nothing of this direction moves

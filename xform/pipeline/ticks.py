@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
 
 from xform.schedules import Kind, Schedule, Work
+from xform.schedules.costs import sends
 from xform.schedules.makers import soonest
 from xform.schedules.table import GIVES
 
@@ -40,18 +41,22 @@ which what has come by now goes, of activations and of gradients, before the reg
 @dataclasses.dataclass(frozen=True)
 class Tick:
     """kinds: what some stage runs. enters: the microbatch that comes to the first block, ends: that leaves
-    the last, returns: whose gradient has come back to the first block; -1 for none.
+    the last, returns: whose gradient has come back to the first block; -1 for none. sends: whether anything
+    goes on to the next stage afterwards, sends_back: to the one before.
     """
 
     kinds: tuple[Kind, ...]
     enters: int
     ends: int
     returns: int
+    sends: bool
+    sends_back: bool
 
     @property
     def shape(self) -> tuple[object, ...]:
         """What the program of a tick depends on."""
-        return self.kinds, self.enters >= 0, self.ends >= 0, self.returns >= 0
+        ends = self.enters >= 0, self.ends >= 0, self.returns >= 0
+        return self.kinds, *ends, self.sends, self.sends_back
 
     @property
     def forward(self) -> bool:
@@ -211,7 +216,8 @@ class _Run:
         self.last = schedule.blocks - 1
         table = schedule.table
         self.columns = {name: np.zeros((len(table), self.stages), np.int32) for name in COLUMNS}
-        self.ticks = tuple(map(self.tick, table))
+        travels = {(each.tick, each.direction) for each in sends(schedule)}
+        self.ticks = tuple(self.tick(n, row, travels) for n, row in enumerate(table))
         self.turns = {
             "forward": [t for t, tick in enumerate(self.ticks) if tick.forward],
             "input": [t for t, tick in enumerate(self.ticks) if tick.back],
@@ -224,7 +230,7 @@ class _Run:
     def block(self, stage: int, work: Work) -> int:
         return work.chunk * self.stages + stage
 
-    def tick(self, row: Sequence[Work | None]) -> Tick:
+    def tick(self, number: int, row: Sequence[Work | None], travels: Container[tuple[int, str]]) -> Tick:
         kinds = tuple(kind for kind in KINDS if any(w is not None and w.kind == kind for w in row))
         enters = ends = returns = -1
         for stage, work in enumerate(row):
@@ -236,7 +242,7 @@ class _Run:
                 ends = work.microbatch if block == self.last else ends
             elif work.kind in ("backward", "input") and block == 0:
                 returns = work.microbatch
-        return Tick(kinds, enters, ends, returns)
+        return Tick(kinds, enters, ends, returns, *((number, way) in travels for way in ("next", "previous")))
 
     def run(self) -> Run:
         columns = self.columns
