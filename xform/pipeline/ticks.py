@@ -54,9 +54,8 @@ class Tick:
 
     @property
     def shape(self) -> tuple[object, ...]:
-        """What the program of a tick depends on."""
-        ends = self.enters >= 0, self.ends >= 0, self.returns >= 0
-        return self.kinds, *ends, self.sends, self.sends_back
+        """What the program of a tick depends on, but for what is sent."""
+        return self.kinds, self.enters >= 0, self.ends >= 0, self.returns >= 0
 
     @property
     def forward(self) -> bool:
@@ -131,13 +130,17 @@ class Run:
     def stages(self) -> int:
         return int(self.columns["kind"].shape[1])
 
-    def rounds(self, start: int, stop: int, most: int = 12) -> list[Round]:
-        """Ticks as loops: of ticks that are alike in all; where these are more than `most`, in the kinds of
-        works; else one loop of everything.
+    def rounds(self, start: int, stop: int) -> list[Round]:
+        """Ticks as loops: of ticks that are alike in all, where these are few, since each is a program of its
+        own; else in all but whether anything is sent on, or in the kinds of works; else one loop of all.
         """
         ticks = self.ticks[start:stop]
-        said: list[list[object]] = [[tick.shape for tick in ticks], [tick.kinds for tick in ticks]]
-        for shapes in said:
+        said: list[tuple[int, list[object]]] = [
+            (6, [(tick.shape, tick.sends, tick.sends_back) for tick in ticks]),
+            (12, [tick.shape for tick in ticks]),
+            (12, [tick.kinds for tick in ticks]),
+        ]
+        for most, shapes in said:
             found = _rounds(_repeats(shapes, start), [None] * start + shapes)
             if sum(len(each.phases) for each in found) <= most:
                 return found
@@ -147,7 +150,8 @@ class Run:
         """Windows next to each other that are one loop over windows."""
 
         def like(window: Window) -> object:
-            shapes = [tick.shape for tick in self.ticks[window.start : window.stop]]
+            ticks = self.ticks[window.start : window.stop]
+            shapes = [(tick.shape, tick.sends, tick.sends_back) for tick in ticks]
             return shapes, len(window.fetch), len(window.flush)
 
         return [list(group) for _, group in itertools.groupby(self.windows, like)]
