@@ -19,11 +19,8 @@ from xform.models import encoder_decoder, gpt2, llama
     ("policy", "schedule"),
     [
         ("full", "gpipe"),
-        slow("full", "1f1b"),
         slow("full", "zb-h1"),
-        slow("full", "circular"),
         slow("minimal", "1f1b"),
-        slow("minimal", "zb-h1"),
         slow("minimal", "circular"),
     ],
 )
@@ -55,15 +52,17 @@ def test_residuals_on_the_host(remat: Remat) -> None:
 
 
 @pytest.mark.slow  # compiles programs with attention
-@pytest.mark.parametrize("passes", [(Kernels(shortest=1),), (Kernels(shortest=1), Remat("minimal"))])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize(
+    ("passes", "schedule"),
+    [((Kernels(shortest=1),), "zb-h1"), ((Kernels(shortest=1), Remat("minimal")), "1f1b")],
+)
 def test_attention_that_was_raised(passes: tuple[Any, ...], schedule: str) -> None:
     loss, params, data = PROGRAMS["documents"]()
     agree(piped(graded(loss), *passes, schedule=schedule)(params, *data), wanted("documents"))
 
 
 @pytest.mark.slow  # compiles a quantized program
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "circular"])
+@pytest.mark.parametrize("schedule", ["zb-h1", "circular"])
 def test_quantized_products(schedule: str) -> None:
     """Each microbatch has scales of its own: so far from the floats as the whole batch is with its own."""
     loss, params, data = PROGRAMS["plain"]()
@@ -104,8 +103,7 @@ SMALL = {"size": "tiny", "layers": 4, "batch": 4, "length": 8, "abstract": False
 
 
 @pytest.mark.slow  # whole models, compiled twice
-@pytest.mark.parametrize("scan", [True, False], ids=["scanned", "unrolled"])
-@pytest.mark.parametrize("model", [gpt2, llama], ids=["gpt2", "llama"])
+@pytest.mark.parametrize(("model", "scan"), [(gpt2, False), (llama, True)], ids=["gpt2", "llama"])
 def test_our_models(model: Any, scan: bool) -> None:
     fn, args = model.loss(scan=scan, **SMALL)
     step = piped(jax.value_and_grad(fn), *(() if scan else (Roll(),)), schedule="1f1b")
@@ -121,7 +119,7 @@ def test_of_two_stacks_the_larger_goes_over_stages() -> None:
 
 
 @pytest.mark.slow  # whole models, compiled twice
-@pytest.mark.parametrize("name", ["gpt2", "bert"])
+@pytest.mark.parametrize("name", ["bert"])
 def test_public_models(name: str) -> None:
     fn, args = public.loss(name, layers=4, batch=4, length=8, embed=24, heads=4, mlp=32, vocab=40)
     plan = Plan({"stage": 2}, [Pipeline(microbatches=2, schedule="1f1b")])

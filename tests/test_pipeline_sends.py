@@ -85,15 +85,14 @@ def untaken(schedule: Schedule) -> int:
 
 
 @pytest.mark.parametrize("name", SCHEDULED)
-def test_a_tick_of_a_direction_is_one_permute(name: str) -> None:
-    """Also one at which the end of the stack alone makes something: nobody takes that, and it is sent."""
+def test_a_tick_that_sends_in_a_direction_is_one_permute(name: str) -> None:
+    """Where ticks of many sorts are one loop, one at which nothing goes on is one as well."""
     schedule = table(name, 4, 8)
-    ticks = run_of(schedule).ticks
     costs = cost(schedule)
     found = sent(traced(of_layers(8), mesh={"stage": 4}, microbatches=8, **scheduled(name)))
     permutes = sum(n for (what, axes, _), n in found.items() if what == "ppermute" and axes == "stage")
-    assert permutes == sum(t.forward for t in ticks) + sum(t.back for t in ticks)
-    assert permutes == costs.permutes("next") + costs.permutes("previous") + untaken(schedule)
+    needed = costs.permutes("next") + costs.permutes("previous")
+    assert needed <= permutes <= needed + untaken(schedule)
     assert {axes for _, axes, _ in found} == {"stage"}
     ends = sum(n for (what, _, _), n in found.items() if what == "psum")
     # a microbatch's result to the loss, and its gradient to the embedding: under a condition in some loops
@@ -106,14 +105,15 @@ def test_a_tick_of_a_direction_is_one_permute(name: str) -> None:
 def test_what_is_made_of_data_or_of_nothing_does_not_travel(name: str, arrays: int) -> None:
     """Masks and rotations are made on each stage; what the end takes of the embedding goes along."""
     found = sent(traced(PROGRAMS[name](), schedule="gpipe", microbatches=4))
-    ticks = run_of(make("gpipe", 2, 4)).ticks
-    assert sum(n for (what, _, _), n in found.items() if what == "ppermute") == arrays * len(ticks)
+    costs = cost(make("gpipe", 2, 4))
+    needed = costs.permutes("next") + costs.permutes("previous")
+    assert sum(n for (what, _, _), n in found.items() if what == "ppermute") == arrays * needed
 
 
 def test_a_program_that_is_not_differentiated_sends_one_way() -> None:
     loss, params, data = PROGRAMS["plain"]()
     found = sent(piped(loss, mesh={"stage": 4}, schedule="1f1b").trace(params, *data).jaxpr)
-    assert sum(n for (what, _, _), n in found.items() if what == "ppermute") == 7
+    assert sum(n for (what, _, _), n in found.items() if what == "ppermute") == 6
 
 
 # ---------------------------------------------------------------- along the batch's axes
