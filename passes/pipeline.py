@@ -39,7 +39,7 @@ class Pipeline:
     axis: the mesh axis of the stages.
     microbatches: into how many the batch is cut; with Accumulate in the plan, so many in each of its steps.
     schedule: a row of `xform.schedules.SCHEDULES`, or the path of a file with a table of your own. By default
-        some are tried, and the quickest by its table is taken of those whose compiled step fits the devices.
+        some are compiled, and of those that fit the devices the one is taken that computes and copies least.
     repeats: chunks of layers a stage, for schedules that take several.
     delay: ticks that activations are under way beyond the next, for `gpipe` and `circular`.
     dtype: in which gradients are added up over microbatches, "" for each gradient's own.
