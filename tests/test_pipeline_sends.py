@@ -132,6 +132,19 @@ def test_weights_are_gathered_once_and_gradients_scattered_once(name: str) -> No
     assert {axes for _, axes, _ in found} == {"stage", "fsdp"}
 
 
+@pytest.mark.parametrize("name", ["1f1b", "circular"])
+def test_weights_cost_what_the_plan_must_send(name: str) -> None:
+    """Each comes together once, or, where chunks take turns, once for each half of the schedule."""
+    options = {"repeats": 4} | scheduled(name) if name == "circular" else scheduled(name)
+    layers = of_layers(16 if name == "circular" else 8, 16)
+    step, (_, params, data) = stepped(layers, EXPLICIT, mesh={"stage": 2, "fsdp": 4}, **options)
+    report = step.trace(params, *data).report
+    assert report.traffic is not None
+    assert 0.9 < report.traffic.weights / report.traffic.bound < 1.1
+    assert "gradients summed over devices" not in str(report)
+    assert "layered.py" in str(report)  # what is sent is told at the user's line
+
+
 def test_nothing_of_the_layers_is_gathered_over_stages() -> None:
     for name in ("1f1b", "circular"):
         found = sent(traced(of_layers(8), EXPLICIT, mesh=FSDP, **scheduled(name)))

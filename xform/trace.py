@@ -38,6 +38,7 @@ __all__ = [
     "Tracer",
     "Var",
     "at_equation",
+    "at_line",
     "at_source",
     "bind",
     "body_effects",
@@ -318,6 +319,11 @@ def at_equation(eqn: JaxprEqn) -> Iterator[None]:
         eqn.ctx.manager,
     ):
         yield
+
+
+def at_line(eqn: JaxprEqn) -> contextlib.AbstractContextManager[Any]:
+    """What is traced inside carries the source line of `eqn`, and the name stack at hand."""
+    return source_info_util.user_context(eqn.source_info.traceback)
 
 
 @contextlib.contextmanager

@@ -35,7 +35,7 @@ from xform.pipeline.ticks import KINDS, Phase, Round, Window
 from xform.pipeline.weights import Weights
 from xform.report import Report
 from xform.sharding.memory import Space, is_host, to
-from xform.trace import Jaxpr, JaxprEqn, Value, inline, shape_of, trace_flat, typeof
+from xform.trace import Jaxpr, JaxprEqn, Value, at_line, inline, shape_of, trace_flat, typeof
 
 
 class Pipelined(Microbatches):
@@ -83,7 +83,8 @@ class Pipelined(Microbatches):
         self, same: Leaves, data: Leaves, which: Sequence[int], wanted: Sequence[int], pulls: Sequence[Leaves]
     ) -> Swept:
         setting = Setting(self, self.shape, self.program, len(same), list(data), which, wanted, pulls)
-        return _Sweep(setting, list(same)).run()
+        with at_line(self.stack.eqn):
+            return _Sweep(setting, list(same)).run()
 
 
 def microbatch(found: Cut) -> Jaxpr:

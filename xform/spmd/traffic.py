@@ -17,6 +17,8 @@ from collections.abc import Mapping, Sequence
 
 from xform.higher_order import bodies, equations, operands
 from xform.movement import nbytes as nbytes_of
+from xform.ops.resident import ACCUMULATOR, PLACE, SETTLED, STACKED, TOGETHER
+from xform.ops.rows import reorder_of
 from xform.report import Traffic, amount
 from xform.spmd.ledger import Sent
 from xform.spmd.torus import Staged
@@ -26,6 +28,9 @@ from xform.trace import Jaxpr, Var, name_stack, shape_of
 
 SMALL = 0.001
 """Of the bytes a step: what is left out of the report's reasons."""
+
+ROWS = frozenset({"dynamic_slice", "reduce_precision"})
+"""How a chunk's rows are taken of a stack, and rounded, before they come together."""
 
 LINES = 8
 """The most lines of the program whose activations the report names."""
@@ -173,9 +178,10 @@ def weights_of(
     return found
 
 
-def _read(jaxpr: Jaxpr, held: set[Var], outside: bool | None) -> tuple[set[bool], int]:
+def _read(jaxpr: Jaxpr, held: set[Var], outside: bool | None, in_loop: bool = False) -> tuple[set[bool], int]:
     """Whether the forward pass (False) and the backward pass (True) read a value that is one of `held`, moved
     and cast; and the least bytes of an element where they do. outside: which of them the program is part of.
+    What comes together for loops, to stay, is read once by both; a few rows at a time (`in_loop`), by each.
     """
     held, passes, least = set(held), set(), 0
     for eqn in jaxpr.eqns:
@@ -184,11 +190,20 @@ def _read(jaxpr: Jaxpr, held: set[Var], outside: bool | None) -> tuple[set[bool]
             continue
         stack = name_stack(eqn)
         back = True if outside or "transpose(" in stack else False if "jvp(" in stack else outside
-        inner = bodies(eqn)
-        if inner:
+        inner, name = bodies(eqn), eqn.params.get("name")
+        if name == TOGETHER:
+            passes |= {False, in_loop}
+            size = getattr(getattr(eqn.invars[0].aval, "dtype", None), "itemsize", 0)
+            least = min(least or size, size)
+        elif name in (ACCUMULATOR, PLACE, SETTLED):
+            continue  # it says how something lies
+        elif name == STACKED or reorder_of(eqn) is not None or eqn.primitive.name in ROWS:
+            held.update(eqn.outvars)
+        elif inner:
             for number, body in enumerate(inner):
                 passed = {body.invars[k] for k, i in enumerate(operands(eqn, number)) if i in own}
-                more, size = _read(body, passed, back)
+                looped = in_loop or eqn.primitive.name == "scan"
+                more, size = _read(body, passed, back, looped)
                 passes |= more
                 least = min(least or size, size or least)
         elif eqn.primitive.name in MOVES:
