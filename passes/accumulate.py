@@ -104,7 +104,7 @@ class Accumulate:
         context.report.did(
             "accumulate",
             f"{self.steps} times as many microbatches go through the pipeline",
-            "their gradients are added up there, in what pipeline.dtype says",
+            "their gradients are added up as pipeline.dtype says; accumulate.dtype and reduce are not used",
         )
         return jaxpr
 

@@ -76,7 +76,7 @@ class Pipeline:
         def tried(choice: Choice) -> Trial:
             return trial(settled(choice))
 
-        return settled(best(tried, self.axis, self.repeats, report))
+        return settled(best(tried, self.axis, self.repeats, self.delay, report))
 
     def rewrite(self, jaxpr: Jaxpr, context: Context) -> Jaxpr:
         if context.stage == "step":

@@ -71,7 +71,10 @@ class Roll:
         plain = lifted(jaxpr)
         stacks, refusals = find_stacks(plain, context.roles(plain))
         if not stacks and context.stage_axes and not refusals:
-            return jaxpr  # a loop that Pipeline may take, or says that it does not
+            context.report.declined(
+                "roll", "the model", "there are no blocks to roll; pipeline looks for a loop"
+            )
+            return jaxpr
         if not stacks:
             raise PlanError(_no_layers(refusals))
         for refusal in refusals:

@@ -31,6 +31,19 @@ for line in sys.stdin:
 """
 
 
+def twice(program: str) -> list[bytes]:
+    """What a program prints in two processes that hash strings in another way."""
+    return [
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            capture_output=True,
+            check=True,
+        ).stdout
+        for seed in ("0", "1")
+    ]
+
+
 def environment() -> dict[str, str]:
     """Neither a platform nor a number of devices is set; programs are compiled as fast as they are here."""
     flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(DEVICES)]

@@ -1,5 +1,6 @@
 """Accumulate: microbatches draw the whole batch's random numbers, or the report says where not."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -236,7 +237,7 @@ def test_flax_dropout_draws_the_whole_batchs_numbers_and_counts_on() -> None:
 def test_public_models_with_dropout_have_the_whole_batchs_gradients(name: str) -> None:
     """Slow: traces and compiles a public model twice."""
     loss, args = public.PUBLIC[name](dropout=0.3, layers=1, batch=8)
-    step = lambda params, batch: jax.value_and_grad(loss)(params, batch)  # noqa: E731
+    step = graded(loss)
     found = parallelize(step, Plan({}, (Accumulate(steps=4),)))
     assert FOLDED not in str(found.trace(*args).report)
     agree(found(*args), jax.jit(step)(*args), 5e-5)  # sums of some hundred tokens, through layers of them
@@ -301,7 +302,7 @@ def test_gamma_numbers_of_the_data_alone_are_drawn_once_and_of_weights_with_keys
         found = parallelize(graded(of, has_aux=True), Plan({}, (Accumulate(steps=4),)))
         return found(*args), str(found.trace(*args).report)
 
-    given = lambda w, x, key: step(0.5, w, x, key)  # noqa: E731
+    given = functools.partial(step, 0.5)
     found, report = reported(given, W, X, KEY)
     agree(found, graded(given, has_aux=True)(W, X, KEY), 1e-6)
     assert "random_gamma (test_accumulate_randoms.py" in report and FOLDED not in report

@@ -8,7 +8,7 @@ import pytest
 
 from tests import public
 from tests.layered import PROGRAMS
-from tests.test_pipeline import MESHES, agree, graded, piped, scheduled, slow, wanted
+from tests.test_pipeline import MESHES, agree, graded, piped, run, scheduled, slow, wanted
 from xform import Accumulate, ChunkedLoss, Kernels, Narrow, Pipeline, Plan, Quantize, Remat, Roll, check
 from xform.models import encoder_decoder, gpt2, llama
 
@@ -26,7 +26,7 @@ from xform.models import encoder_decoder, gpt2, llama
 )
 def test_layers_whose_values_are_computed_again(policy: Any, schedule: str) -> None:
     loss, params, data = PROGRAMS["plain"]()
-    agree(piped(graded(loss), Remat(policy), **scheduled(schedule))(params, *data), wanted("plain"))
+    agree(run(piped(graded(loss), Remat(policy), **scheduled(schedule)), params, *data), wanted("plain"))
 
 
 def test_a_layer_that_is_computed_again_keeps_its_input_alone() -> None:
@@ -45,7 +45,7 @@ def test_a_layer_that_is_computed_again_keeps_its_input_alone() -> None:
 @pytest.mark.parametrize("remat", [Remat("minimal_offloaded"), Remat("custom", offload=["mlp"])])
 def test_residuals_on_the_host(remat: Remat) -> None:
     loss, params, data = PROGRAMS["documents"]()
-    agree(piped(graded(loss), remat, schedule="1f1b")(params, *data), wanted("documents"))
+    agree(run(piped(graded(loss), remat, schedule="1f1b"), params, *data), wanted("documents"))
 
 
 # ---------------------------------------------------------------- other passes
@@ -58,7 +58,7 @@ def test_residuals_on_the_host(remat: Remat) -> None:
 )
 def test_attention_that_was_raised(passes: tuple[Any, ...], schedule: str) -> None:
     loss, params, data = PROGRAMS["documents"]()
-    agree(piped(graded(loss), *passes, schedule=schedule)(params, *data), wanted("documents"))
+    agree(run(piped(graded(loss), *passes, schedule=schedule), params, *data), wanted("documents"))
 
 
 @pytest.mark.slow  # compiles a quantized program
@@ -67,14 +67,14 @@ def test_quantized_products(schedule: str) -> None:
     """Each microbatch has scales of its own: so far from the floats as the whole batch is with its own."""
     loss, params, data = PROGRAMS["plain"]()
     step = piped(graded(loss), Quantize("int8", force=True), **scheduled(schedule))
-    agree(step(params, *data), wanted("plain"), 0.05)
+    agree(run(step, params, *data), wanted("plain"), 0.05)
     assert "mlpwi: int8 activations, int8 weights, int8 gradients" in str(step.trace(params, *data).report)
 
 
 @pytest.mark.slow  # a loop in the end of each microbatch
 def test_a_loss_in_chunks_of_the_length() -> None:
     loss, params, data = PROGRAMS["untied"]()
-    agree(piped(graded(loss), ChunkedLoss(chunks=5), schedule="1f1b")(params, *data), wanted("untied"))
+    agree(run(piped(graded(loss), ChunkedLoss(chunks=5), schedule="1f1b"), params, *data), wanted("untied"))
 
 
 @pytest.mark.xfail(strict=True, reason="rows of a chunk lie side by side, those of a microbatch apart")
@@ -87,14 +87,14 @@ def test_a_loss_in_chunks_of_the_batch() -> None:
 def test_steps_of_accumulate_are_more_microbatches() -> None:
     loss, params, data = PROGRAMS["balanced experts"]()
     step = piped(graded(loss), Accumulate(steps=2), schedule="1f1b", microbatches=4)
-    agree(step(params, *data), wanted("balanced experts"))
+    agree(run(step, params, *data), wanted("balanced experts"))
     assert "8 microbatches of 1 row" in str(step.trace(params, *data).report)
 
 
 @pytest.mark.slow  # a whole step
 def test_narrow_loops() -> None:
     loss, params, data = PROGRAMS["plain"]()
-    agree(piped(graded(loss), Narrow(), schedule="1f1b")(params, *data), wanted("plain"))
+    agree(run(piped(graded(loss), Narrow(), schedule="1f1b"), params, *data), wanted("plain"))
 
 
 # ---------------------------------------------------------------- models
@@ -107,14 +107,14 @@ SMALL = {"size": "tiny", "layers": 4, "batch": 4, "length": 8, "abstract": False
 def test_our_models(model: Any, scan: bool) -> None:
     fn, args = model.loss(scan=scan, **SMALL)
     step = piped(jax.value_and_grad(fn), *(() if scan else (Roll(),)), schedule="1f1b")
-    agree(step(*args), jax.jit(jax.value_and_grad(fn))(*args))
+    agree(run(step, *args), jax.jit(jax.value_and_grad(fn))(*args))
 
 
 @pytest.mark.slow  # a whole model, compiled twice
 def test_of_two_stacks_the_larger_goes_over_stages() -> None:
     fn, args = encoder_decoder.loss(scan=True, **SMALL)
     step = piped(jax.value_and_grad(fn), schedule="1f1b")
-    agree(step(*args), jax.jit(jax.value_and_grad(fn))(*args))
+    agree(run(step, *args), jax.jit(jax.value_and_grad(fn))(*args))
     assert "it is not the largest stack: every stage computes it" in str(step.trace(*args).report)
 
 

@@ -2,9 +2,6 @@
 
 import collections
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +11,7 @@ import pytest
 
 from tests import layered
 from tests.layered import PROGRAMS, Program, of_layers
+from tests.processes import twice
 from tests.test_pipeline import SCHEDULED, piped, scheduled, slow
 from xform import Shard
 from xform.api import Parallelized
@@ -236,13 +234,5 @@ for options in ({"schedule": "1f1b"}, {"schedule": "circular", "repeats": 4}):
 
 @pytest.mark.slow  # starts two processes that trace and lower two steps each
 def test_two_processes_lower_a_pipeline_to_the_same_bytes() -> None:
-    texts = [
-        subprocess.run(
-            [sys.executable, "-c", PROGRAM],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            capture_output=True,
-            check=True,
-        ).stdout
-        for seed in ("0", "1")
-    ]
+    texts = twice(PROGRAM)
     assert texts[0] == texts[1] and texts[0].count(b"collective_permute") > 8

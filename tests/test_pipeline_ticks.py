@@ -10,7 +10,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from xform.pipeline.ticks import KINDS, OUTSIDE, WAITING, Phase, Run, forward_only, run_of
+from xform.pipeline.rounds import Phase
+from xform.pipeline.ticks import KINDS, OUTSIDE, WAITING, Run, forward_only, run_of
 from xform.schedules import SCHEDULES, Kind, Schedule, Work, check, cost, make
 from xform.schedules.table import GIVES, needs
 

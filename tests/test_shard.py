@@ -1,9 +1,5 @@
 """Shard: where constraints go, what is left alone, what the plan is told; numbers are in test_plans."""
 
-import os
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -11,6 +7,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from tests.processes import twice
 from xform import PlanError, printing
 from xform.api import parallelize
 from xform.higher_order import bodies
@@ -320,14 +317,6 @@ for options in ({}, {"collectives": "explicit", "overlap": ["prefetch", "permute
 
 @pytest.mark.slow  # starts two processes that trace and lower a training step
 def test_two_processes_lower_the_sharded_step_to_the_same_bytes():
-    texts = [
-        subprocess.run(
-            [sys.executable, "-c", PROGRAM],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            capture_output=True,
-            check=True,
-        ).stdout
-        for seed in ("0", "1")
-    ]
+    texts = twice(PROGRAM)
     assert texts[0] == texts[1] and texts[0].count(b"sdy.sharding_constraint") > 20
     assert texts[0].count(b"sdy.manual_computation") == 1

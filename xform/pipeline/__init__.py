@@ -2,10 +2,11 @@
 table as what a program runs, and the loops over its ticks.
 
 `cutting` takes a microbatch's program apart, `layer` has the programs of one layer and of its gradients, and
-`ticks` says for each tick where a stage takes from and puts. `setting` is what one pass over all microbatches
-is made of. Then what is done: `chunks` runs a chunk on a stage, `stages` all of them and what they send,
-`ends` what is before and after the stack, `weights` what comes together and is summed; `loop` puts them in
-loops of ticks, in the place of the scan over microbatches. `choice` tries schedules.
+`ticks` says for each tick where a stage takes from and puts, `rounds` which ticks are a loop. `setting` is
+what one pass over all microbatches is made of. Then what is done: `chunks` runs a chunk on a stage, `stages`
+all of them and what they send, `ends` what is before and after the stack, `weights` what comes together and
+is summed; `loop` puts them in loops of ticks, in the place of the scan over microbatches. `choice` tries
+schedules.
 """
 
 from xform.pipeline.loop import Pipelined

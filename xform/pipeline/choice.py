@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from xform.memory import Trial
 from xform.report import Report, amount
-from xform.schedules import cost, make
+from xform.schedules import SCHEDULES, cost, make
 
 LAYERS, MICROBATCHES = "pipeline.layers", "pipeline.microbatches"
 """The names under which the report has how many there are."""
@@ -51,22 +51,23 @@ class Tried:
         return f"{self.seconds:.2f} s, {amount(self.peak)} of memory{sends}, {self.idle:.1%} of slots idle"
 
 
-def choices(layers: int, stages: int, repeats: int) -> list[Choice]:
-    """The schedules to try. repeats: as the plan says; with 1, a layer a chunk too where layers allow."""
+def choices(layers: int, stages: int, repeats: int, delay: int) -> list[Choice]:
+    """The schedules to try, the first the one that is taken where nothing can be compared.
+
+    repeats: as the plan says; with 1, a layer a chunk too where layers allow. delay: where there is one,
+    those that take it.
+    """
     most = repeats if repeats > 1 else layers // stages if layers % stages == 0 else 1
-    found = (
-        [Choice(DEFAULT, repeats)]
-        if repeats > 1
-        else [Choice(name, 1) for name in (DEFAULT, "1f1b", "gpipe")]
-    )
-    if most > 1:
-        found += [Choice(name, most) for name in (DEFAULT, "circular")]
+    single, several = (DEFAULT, "1f1b", "gpipe"), (DEFAULT, "circular")
+    found = [Choice(name, repeats) for name in (several if repeats > 1 else single)]
+    found += [Choice(name, most) for name in several if most > 1]
+    found = [choice for choice in found if not delay or SCHEDULES[choice.schedule].delays]
     return list(dict.fromkeys(found))
 
 
-def best(trial: Callable[[Choice], Trial], axis: str, repeats: int, report: Report) -> Choice:
+def best(trial: Callable[[Choice], Trial], axis: str, repeats: int, delay: int, report: Report) -> Choice:
     """The schedule to take; the report is told of it and of the others. axis: that of the stages."""
-    first = Choice(DEFAULT, repeats)
+    first = choices(0, 1, repeats, delay)[0]
     start = trial(first)
     facts, stages = start.program.report.facts, start.mesh.shape[axis]
     layers, microbatches = (int(facts.get(name, 0)) for name in (LAYERS, MICROBATCHES))
@@ -76,7 +77,7 @@ def best(trial: Callable[[Choice], Trial], axis: str, repeats: int, report: Repo
         return first
     found = [
         _tried(choice, start if choice == first else trial(choice), stages, microbatches)
-        for choice in choices(layers, stages, repeats)
+        for choice in choices(layers, stages, repeats, delay)
     ]
     taken = _least(found)
     report.did("pipeline", f"schedule {taken.choice} is taken", str(taken))

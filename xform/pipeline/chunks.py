@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from xform.ops import resident
+from xform.pipeline.arrays import is_floating, replaced, typed
 from xform.pipeline.cutting import Pieces
 from xform.pipeline.layer import Layer
 from xform.pipeline.ticks import OUTSIDE, WAITING
@@ -76,8 +77,8 @@ class Chunks:
             *(v.aval for v in pieces.riders),
             *(t.update(shape=(pieces.stack.layers, *t.shape)) for t in pieces.ys),
         ]
-        self.floats = [n for n, t in enumerate(self.z_types) if _float(t)]
-        self.moving_floats = [n for n, t in enumerate(layer.moving) if _float(t)]
+        self.floats = [n for n, t in enumerate(self.z_types) if is_floating(t)]
+        self.moving_floats = [n for n, t in enumerate(layer.moving) if is_floating(t)]
 
     # ------------------------------------------------------------ forward
 
@@ -152,7 +153,7 @@ class Chunks:
                 new = [_choose(valid, a, b) for a, b in zip(new, z, strict=False)]
                 before = [_at(buffer, number) for buffer in z[self.carried + self.riders :]]
                 ys = [_choose(valid, a, b) for a, b in zip(ys, before, strict=True)]
-            new = [_typed(x, t) for x, t in zip(new, self.pieces.carried, strict=True)]
+            new = [typed(x, t) for x, t in zip(new, self.pieces.carried, strict=True)]
             rows = [_put(b, y, number) for b, y in zip(z[self.carried + self.riders :], ys, strict=True)]
             return ([*new, *z[self.carried : self.carried + self.riders], *rows], saved), None
 
@@ -203,9 +204,9 @@ class Chunks:
 
             (dz, totals, late), _ = _loop_out(one, held, self.placing.size)
             sent.append(dz)
-            new["totals"] = _replaced(new["totals"], k, totals)
+            new["totals"] = replaced(new["totals"], k, totals)
             if kind == "input":
-                new["late"] = _replaced(new["late"], k, late)
+                new["late"] = replaced(new["late"], k, late)
         return {**new, "sent_back": sent}
 
     def cotangents(
@@ -234,7 +235,7 @@ class Chunks:
         new = dict(passed)
         for n, x in zip(self.moving_floats, moved, strict=True):
             if n < self.carried:
-                new[n] = _typed(x if valid is None else _choose(valid, x, by[n]), by[n])
+                new[n] = typed(x if valid is None else _choose(valid, x, by[n]), by[n])
             else:
                 k = self.carried + self.layer.operands.riders[n - self.carried]
                 new[k] = new[k] + x
@@ -256,7 +257,7 @@ class Chunks:
                 return self.added(totals, outs, at, cols), None
 
             totals, _ = _loop_out(one, own["totals"][k], self.placing.size)
-            new["totals"] = _replaced(new["totals"], k, totals)
+            new["totals"] = replaced(new["totals"], k, totals)
         return new
 
     def added(
@@ -275,16 +276,8 @@ class Chunks:
         ]
 
 
-def _float(aval: Any) -> bool:
-    return jax.dtypes.issubdtype(aval.dtype, jnp.inexact)
-
-
-def _typed(x: Value, like: Any) -> Value:
-    return x if x.dtype == like.dtype else x.astype(like.dtype)
-
-
 def _choose(which: Value, a: Value, b: Value) -> Value:
-    return jax.lax.select(jnp.broadcast_to(which, a.shape), a, _typed(b, a))
+    return jax.lax.select(jnp.broadcast_to(which, a.shape), a, typed(b, a))
 
 
 def _at(x: Value, n: Value) -> Value:
@@ -301,12 +294,8 @@ def _slot(x: Value, slot: Value, c: Value) -> Value:
 def _put(x: Value, row: Value, *at: Value) -> Value:
     """x with x[at] = row."""
     start = (*at, *[np.int32(0)] * (x.ndim - len(at)))
-    update = jax.lax.reshape(_typed(row, x), (*[1] * len(at), *x.shape[len(at) :]))
+    update = jax.lax.reshape(typed(row, x), (*[1] * len(at), *x.shape[len(at) :]))
     return jax.lax.dynamic_update_slice(x, update, start)
-
-
-def _replaced(xs: Sequence[Any], k: int, x: Any) -> list[Any]:
-    return [*xs[:k], x, *xs[k + 1 :]]
 
 
 def _loop(one: Any, held: Any, size: int) -> Any:

@@ -18,11 +18,10 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import jax.numpy as jnp
-
 from xform.batch.cut import COSTLY
 from xform.errors import Decline
 from xform.higher_order import bodies, equations, scan_parts
+from xform.pipeline.arrays import is_floating
 from xform.trace import Atom, Jaxpr, JaxprEqn, Literal, Var, body_effects, shape_of, source_line
 
 NO_STACK = (
@@ -97,7 +96,7 @@ def find_stacks(jaxpr: Jaxpr, same: int) -> list[Stack]:
             continue
         consts, carry, _ = scan_parts(eqn)
         rows = [v for v in eqn.invars[consts + carry :] if v in fixed and v in heavy and len(shape_of(v)) > 1]
-        moves = [v for v in eqn.outvars[:carry] if v not in fixed and is_float(v)]
+        moves = [v for v in eqn.outvars[:carry] if v not in fixed and is_floating(v.aval)]
         if rows and moves:
             found.append((sum(size_of(v.aval) for v in rows), Stack(eqn, i)))
     if not found:
@@ -105,13 +104,9 @@ def find_stacks(jaxpr: Jaxpr, same: int) -> list[Stack]:
     return [stack for _, stack in sorted(found, key=lambda each: (-each[0], each[1].index))]
 
 
-def is_float(v: Any) -> bool:
-    return bool(jnp.issubdtype(v.aval.dtype, jnp.inexact))
-
-
 def is_weight(v: Any) -> bool:
     """Whether what is the same for all microbatches may be a weight: floats that are no single number."""
-    return bool(shape_of(v)) and is_float(v)
+    return bool(shape_of(v)) and is_floating(v.aval)
 
 
 def size_of(aval: Any) -> int:
@@ -145,7 +140,7 @@ def cut(jaxpr: Jaxpr, same: int, differentiated: Sequence[int]) -> Pieces:
 
 class _Cut:
     def __init__(self, jaxpr: Jaxpr, same: int, differentiated: Sequence[int]) -> None:
-        self.jaxpr, self.same = jaxpr, same
+        self.jaxpr = jaxpr
         self.inputs, self.moving = jaxpr.invars[:same], jaxpr.invars[same:]
         self.stack = find_stacks(jaxpr, same)[0]
         self.fixed = made_of(jaxpr, (), self.moving)
@@ -276,8 +271,7 @@ def _costs(eqn: JaxprEqn) -> bool:
 
 def _made(cut: _Cut, v: Any) -> str:
     made = cut.maker.get(v)
-    return (
-        "an input"
-        if made is None
-        else f"by {cut.jaxpr.eqns[made].primitive.name} ({source_line(cut.jaxpr.eqns[made])})"
-    )
+    if made is None:
+        return "of the data"
+    eqn = cut.jaxpr.eqns[made]
+    return f"by {eqn.primitive.name} ({source_line(eqn)})"

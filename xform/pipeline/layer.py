@@ -13,9 +13,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from xform.pipeline.cutting import Pieces, is_float, reached
+from xform.pipeline.arrays import is_floating
+from xform.pipeline.cutting import Pieces, reached
 from xform.rewrite import Site, rewrite
 from xform.spmd.keeping import narrowed
 from xform.trace import Jaxpr, Literal, Value, Var, inline, trace_flat, without_dead
@@ -91,7 +91,11 @@ def layer_of(pieces: Pieces, differentiated: Iterable[int]) -> Layer:
         uses = [n for n, source in enumerate(pieces.of_layer) if source == ("row", k)]
         dtypes = {narrowed(body, body.invars[n]) for n in uses}
         aval: Any = row(pieces.fixed[k].aval)
-        return aval.update(dtype=dtypes.pop()) if len(dtypes) == 1 and is_float(pieces.fixed[k]) else aval
+        return (
+            aval.update(dtype=dtypes.pop())
+            if len(dtypes) == 1 and is_floating(pieces.fixed[k].aval)
+            else aval
+        )
 
     fixed = [pieces.fixed[k].aval for k in operands.fixed]
     told = [pieces.told[k].aval for k in operands.told]
@@ -122,8 +126,8 @@ def layer_of(pieces: Pieces, differentiated: Iterable[int]) -> Layer:
     types = [*moving, *rest]
     plain = trace_flat(run, types, "layer")
     outs = tuple(v.aval for v in plain.outvars)
-    chosen = [n for n, t in enumerate(moving) if _float(t)] + [len(moving) + n for n in wanted]
-    floats = [n for n, t in enumerate(outs) if _float(t)]
+    chosen = [n for n, t in enumerate(moving) if is_floating(t)] + [len(moving) + n for n in wanted]
+    floats = [n for n, t in enumerate(outs) if is_floating(t)]
     tree: Any = None
 
     def forward(*args: Value) -> list[Value]:
@@ -159,7 +163,7 @@ def layer_of(pieces: Pieces, differentiated: Iterable[int]) -> Layer:
 
     cotangents = [outs[n] for n in floats]
     both = without_dead(trace_flat(backward, [*kept, *rest, *cotangents], "layer"))
-    inner = sum(map(_float, moving))
+    inner = sum(map(is_floating, moving))
     input_, weight, late = _halves(both, inner, len(kept) + len(rest))
     return Layer(
         operands, tuple(moving), tuple(rest), outs, wanted, plain, keeping, kept, both, input_, weight, late
@@ -169,10 +173,6 @@ def layer_of(pieces: Pieces, differentiated: Iterable[int]) -> Layer:
 def _wide(x: Value, v: Var) -> Value:
     dtype = getattr(v.aval, "dtype", None)
     return x if getattr(x, "dtype", dtype) == dtype else x.astype(dtype)
-
-
-def _float(aval: Any) -> bool:
-    return jax.dtypes.issubdtype(aval.dtype, jnp.inexact)
 
 
 def _with_results(jaxpr: Jaxpr, outs: Sequence[Any], takes: Sequence[Var] | None = None) -> Jaxpr:
@@ -241,6 +241,3 @@ def _opened(jaxpr: Jaxpr) -> Jaxpr:
         return inline(_opened(body), *site.args)
 
     return rewrite(jaxpr, rule)
-
-
-__all__ = ["Layer", "Operands", "is_float", "layer_of"]

@@ -29,9 +29,10 @@ from xform.ops import resident
 from xform.pipeline.chunks import Own
 from xform.pipeline.cutting import Stack, cut, find_stacks, size_of
 from xform.pipeline.ends import Ends
+from xform.pipeline.rounds import Phase, Round
 from xform.pipeline.setting import Setting, Shape, Sort, When
 from xform.pipeline.stages import Stages
-from xform.pipeline.ticks import KINDS, Phase, Round, Window
+from xform.pipeline.ticks import KINDS, Window
 from xform.pipeline.weights import Weights
 from xform.report import Report
 from xform.sharding.memory import Space, is_host, to

@@ -11,11 +11,12 @@ from jax.sharding import Mesh
 
 from xform.batch import Microbatches
 from xform.batch.microbatches import Leaves
+from xform.pipeline.arrays import is_floating
 from xform.pipeline.chunks import Chunks, Placing
-from xform.pipeline.cutting import Pieces, cut, is_float, reached
+from xform.pipeline.cutting import Pieces, cut, reached
 from xform.pipeline.layer import Layer, layer_of
-from xform.pipeline.ticks import Run, forward_only, run_of
-from xform.schedules import Kind, Schedule
+from xform.pipeline.ticks import Run, Works, forward_only, run_of
+from xform.schedules import Schedule
 from xform.trace import Jaxpr, Value, Var
 
 
@@ -37,26 +38,17 @@ When = Literal["never", "sometimes", "always"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Sort:
+class Sort(Works):
     """What the program of a tick has in it: the kinds of works, what happens at the ends of the stack, and
     whether anything is sent each way. mixed: what runs differs from one turn of its loop to the next.
     """
 
-    kinds: tuple[Kind, ...]
     enters: When
     ends: When
     returns: When
     sends: bool
     sends_back: bool
     mixed: bool
-
-    @property
-    def forward(self) -> bool:
-        return "forward" in self.kinds
-
-    @property
-    def back(self) -> bool:
-        return "backward" in self.kinds or "input" in self.kinds
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -117,7 +109,11 @@ class Setting:
         """Of what is made once."""
         once = self.pieces.once
         moving = reached(once, [once.invars[i] for i in self.first])
-        return [k for k, v in enumerate(once.outvars) if isinstance(v, Var) and v in moving and is_float(v)]
+        return [
+            k
+            for k, v in enumerate(once.outvars)
+            if isinstance(v, Var) and v in moving and is_floating(v.aval)
+        ]
 
     @functools.cached_property
     def outer(self) -> list[int]:

@@ -17,6 +17,7 @@ from typing import Literal
 
 import numpy as np
 
+from xform.pipeline.rounds import Phase, Round, repeats, rounds
 from xform.schedules import Kind, Schedule, Work
 from xform.schedules.costs import sends
 from xform.schedules.makers import soonest
@@ -39,23 +40,10 @@ which what has come by now goes, of activations and of gradients, before the reg
 
 
 @dataclasses.dataclass(frozen=True)
-class Tick:
-    """kinds: what some stage runs. enters: the microbatch that comes to the first block, ends: that leaves
-    the last, returns: whose gradient has come back to the first block; -1 for none. sends: whether anything
-    goes on to the next stage afterwards, sends_back: to the one before.
-    """
+class Works:
+    """kinds: what some stage runs at a tick."""
 
     kinds: tuple[Kind, ...]
-    enters: int
-    ends: int
-    returns: int
-    sends: bool
-    sends_back: bool
-
-    @property
-    def shape(self) -> tuple[object, ...]:
-        """What the program of a tick depends on, but for what is sent."""
-        return self.kinds, self.enters >= 0, self.ends >= 0, self.returns >= 0
 
     @property
     def forward(self) -> bool:
@@ -67,32 +55,22 @@ class Tick:
 
 
 @dataclasses.dataclass(frozen=True)
-class Phase:
-    """Ticks that repeat: `count` times those from `start` to `start + period`. mixed: what runs differs from
-    one time to the next.
+class Tick(Works):
+    """enters: the microbatch that comes to the first block, ends: that leaves
+    the last, returns: whose gradient has come back to the first block; -1 for none. sends: whether anything
+    goes on to the next stage afterwards, sends_back: to the one before.
     """
 
-    start: int
-    period: int
-    count: int
-    mixed: bool = False
+    enters: int
+    ends: int
+    returns: int
+    sends: bool
+    sends_back: bool
 
     @property
-    def stop(self) -> int:
-        return self.start + self.period * self.count
-
-
-@dataclasses.dataclass(frozen=True)
-class Round:
-    """Phases, one after the other, so many times; the later times with the ticks that follow."""
-
-    phases: tuple[Phase, ...]
-    count: int
-
-    @property
-    def ticks(self) -> int:
-        """Of one time."""
-        return self.phases[-1].stop - self.phases[0].start
+    def shape(self) -> tuple[object, ...]:
+        """What the program of a tick depends on, but for what is sent."""
+        return self.kinds, self.enters >= 0, self.ends >= 0, self.returns >= 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +119,7 @@ class Run:
             (12, [tick.kinds for tick in ticks]),
         ]
         for most, shapes in said:
-            found = _rounds(_repeats(shapes, start), [None] * start + shapes)
+            found = rounds(repeats(shapes, start), [None] * start + shapes)
             if sum(len(each.phases) for each in found) <= most:
                 return found
         return [Round((Phase(start, 1, stop - start, mixed=True),), 1)]
@@ -155,41 +133,6 @@ class Run:
             return shapes, len(window.fetch), len(window.flush)
 
         return [list(group) for _, group in itertools.groupby(self.windows, like)]
-
-
-def _repeats(shapes: Sequence[object], start: int) -> list[Phase]:
-    """Ticks as loops of up to three that repeat."""
-    found: list[Phase] = []
-    at = 0
-    while at < len(shapes):
-        best = Phase(at, 1, 1)
-        for period in (1, 2, 3):
-            count = 1
-            while shapes[at : at + period] == shapes[at + period * count : at + period * (count + 1)]:
-                count += 1
-            if count > 1 and period * count > best.period * best.count:
-                best = Phase(at, period, count)
-        found.append(dataclasses.replace(best, start=best.start + start))
-        at = best.stop
-    return found
-
-
-def _rounds(phases: Sequence[Phase], shapes: Sequence[object]) -> list[Round]:
-    """Phases as loops of some that repeat. shapes: of each tick."""
-    said = [(p.period, p.count, *shapes[p.start : p.start + p.period]) for p in phases]
-    found: list[Round] = []
-    at = 0
-    while at < len(phases):
-        length, count = 1, 1
-        for several in range(1, (len(phases) - at) // 2 + 1):
-            times = 1
-            while said[at : at + several] == said[at + several * times : at + several * (times + 1)]:
-                times += 1
-            if times > 1 and several * times > length * count:
-                length, count = several, times
-        found.append(Round(tuple(phases[at : at + length]), count))
-        at += length * count
-    return found
 
 
 def run_of(schedule: Schedule) -> Run:
@@ -373,25 +316,22 @@ class _Run:
 
     def saved(self) -> int:
         """In how many slots what a chunk keeps for its gradients lies; none where there are none."""
-        spans: dict[tuple[int, int, int], tuple[int, int]] = {}
-        for tick, stage, work in self.schedule.works():
-            key = (stage, work.chunk, work.microbatch)
-            if work.kind == "forward":
-                spans[key] = (tick, tick)
-            else:
-                spans[key] = (spans[key][0], tick)
-        return self.slots("saved", spans) if self.turns["input"] else 0
+        return self.slots("saved", self.spans("forward", KINDS)) if self.turns["input"] else 0
 
     def late(self) -> int:
         """The same of what the gradient of weights waits for."""
-        spans: dict[tuple[int, int, int], tuple[int, int]] = {}
+        return self.slots("late", self.spans("input", ("weight",)))
+
+    def spans(self, first: Kind, others: Sequence[Kind]) -> dict[tuple[int, int, int], tuple[int, int]]:
+        """By stage, chunk and microbatch, the ticks from a work of one kind to the last one of others."""
+        found: dict[tuple[int, int, int], tuple[int, int]] = {}
         for tick, stage, work in self.schedule.works():
             key = (stage, work.chunk, work.microbatch)
-            if work.kind == "input":
-                spans[key] = (tick, tick)
-            elif work.kind == "weight":
-                spans[key] = (spans[key][0], tick)
-        return self.slots("late", spans)
+            if work.kind == first:
+                found[key] = (tick, tick)
+            elif work.kind in others:
+                found[key] = (found[key][0], tick)
+        return found
 
     def slots(self, name: str, spans: Mapping[tuple[int, int, int], tuple[int, int]]) -> int:
         slots, placed = colored(spans)
