@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
 
 from jax.interpreters import partial_eval
@@ -25,7 +25,8 @@ from xform.context import Context
 from xform.errors import Decline, PlanError
 from xform.memory import Trial
 from xform.pipeline import Pipelined, Shape
-from xform.pipeline.choice import LAYERS, MICROBATCHES, Choice, best
+from xform.pipeline.balance import sizes_of
+from xform.pipeline.choice import LAYERS, MICROBATCHES, STACKS, Choice, best
 from xform.registry import unknown
 from xform.report import Report, amount
 from xform.schedules import SCHEDULES, Schedule, check, cost, make
@@ -42,6 +43,9 @@ class Pipeline:
         some are compiled, and of those that fit the devices the one is taken that computes and copies least.
     repeats: chunks of layers a stage, for schedules that take several.
     delay: ticks that activations are under way beyond the next, for `gpipe` and `circular`.
+    ends: where what is before and after the layers is computed, embedding and head: `outside` of the stages,
+        by all of them, the vocabulary over them; or on the first and the last of the `stages`, which then
+        have fewer layers, while all have room for these weights.
     dtype: in which gradients are added up over microbatches, "" for each gradient's own.
 
     A stack that the model has layer by layer is made a loop before (Roll), which the plan need not name.
@@ -54,6 +58,7 @@ class Pipeline:
     schedule: str = ""
     repeats: int = 1
     delay: int = 0
+    ends: Literal["outside", "stages"] = "outside"
     dtype: Literal["float32", "bfloat16", "float16", ""] = ""
 
     stages: ClassVar[tuple[str, ...]] = ("model", "step")
@@ -96,9 +101,8 @@ class Pipeline:
             raise PlanError(f"pipeline: the batch cannot be cut into microbatches: {found}{where}")
         pipelined = Pipelined(found, self.dtype, context.report)
         try:
-            stack = pipelined.stack
-            sizes = _sizes(stack.layers, schedule, source_line(stack.eqn))
-            pipelined.shape = Shape(context.mesh, self.axis, schedule, sizes)
+            sizes = self._sizes(pipelined, schedule)
+            pipelined.shape = Shape(context.mesh, self.axis, schedule, sizes, self._inside)
             self._tell(pipelined, context)
             return pipelined.whole(jaxpr, "pipeline")
         except Decline as why:
@@ -133,6 +137,21 @@ class Pipeline:
                 raise PlanError(f"pipeline.schedule = {self.schedule!r} has {has} {what}, and {of} {wants}")
         return own
 
+    @property
+    def _inside(self) -> bool:
+        return self.ends == "stages"
+
+    def _sizes(self, pipelined: Pipelined, schedule: Schedule) -> tuple[tuple[int, ...], ...]:
+        """How many layers of each part the blocks have."""
+        stacks, (stages, repeats) = pipelined.stacks[0], (schedule.stages, schedule.repeats)
+        if sum(stack.layers for stack in stacks) < schedule.blocks:
+            has = " and ".join(f"{stack.layers} layers ({source_line(stack.eqn)})" for stack in stacks)
+            raise PlanError(
+                f"pipeline: the stack has {has}, and {stages} stages of {repeats} chunks need"
+                f" {schedule.blocks} or more: take fewer repeats, or fewer stages"
+            )
+        return sizes_of(pipelined.pieces(self._inside).parts, stages, repeats)
+
     def _split(self, size: int, schedule: Schedule, found: Cut, context: Context) -> Split:
         if size % schedule.microbatches:
             fit = [n for n in range(1, size + 1) if size % n == 0]
@@ -144,20 +163,20 @@ class Pipeline:
         return Split(size, schedule.microbatches)
 
     def _tell(self, pipelined: Pipelined, context: Context) -> None:
-        schedule, report, stack = pipelined.shape.schedule, context.report, pipelined.stack
-        line, sizes = source_line(stack.eqn), pipelined.shape.sizes
-        most = max(sizes)
-        chunks = f"{schedule.repeats} chunks of" if schedule.repeats > 1 else "a run of"
-        uneven = f", or {min(sizes)}" if min(sizes) < most else ""
-        rows = pipelined.cut.split.rows
-        report.facts[LAYERS], report.facts[MICROBATCHES] = stack.layers, schedule.microbatches
-        report.did(
-            "pipeline",
-            f"{stack.layers} layers are {schedule.stages} stages over {self.axis!r}",
-            f"{chunks} {_counted(most, 'layer')}{uneven} each;"
-            f" {schedule.microbatches} microbatches of {_counted(rows, 'row')}",
-            line,
-        )
+        schedule, report = pipelined.shape.schedule, context.report
+        stacks, small = pipelined.stacks
+        report.facts[LAYERS] = sum(stack.layers for stack in stacks)
+        report.facts[STACKS], report.facts[MICROBATCHES] = len(stacks), schedule.microbatches
+        parts = pipelined.pieces(self._inside).parts
+        for part, sizes in zip(parts, pipelined.shape.sizes, strict=True):
+            if part.stack is not None:
+                what = f"{part.layers} layers are {schedule.stages} stages over {self.axis!r}"
+                report.did("pipeline", what, _layers(sizes, schedule), source_line(part.stack.eqn))
+            else:
+                where = f"on stage {sizes.index(1) % schedule.stages}"
+                report.did("pipeline", f"{part.name} is a layer of its own", where)
+        rows = _counted(pipelined.cut.split.rows, "row")
+        report.did("pipeline", f"{schedule.microbatches} microbatches of {rows}")
         taken = cost(schedule)
         report.did(
             "pipeline",
@@ -170,21 +189,22 @@ class Pipeline:
             report.did("pipeline", "gradients are added up in " + (self.dtype or "their own dtype"))
         for nbytes, what in pipelined.travels():
             report.did("pipeline", f"{amount(nbytes)} travel with each microbatch", what)
-        for other in pipelined.others:
-            why = "it is not the largest stack: every stage computes it"
-            report.declined("pipeline", "another loop over layers", why, source_line(other))
+        for other in small:
+            why = "it has less than an eighth of the weights of the largest: it stays in what is around"
+            report.declined("pipeline", "another loop over layers", why, source_line(other.eqn))
 
 
 def _counted(n: int, what: str) -> str:
     return f"{n} {what}{'s' * (n != 1)}"
 
 
-def _sizes(layers: int, schedule: Schedule, line: str) -> tuple[int, ...]:
-    """How many layers each block has: as even as can be, the first ones one more."""
-    blocks = schedule.blocks
-    if layers < blocks:
-        raise PlanError(
-            f"pipeline: the stack has {layers} layers ({line}), and {schedule.stages} stages of"
-            f" {schedule.repeats} chunks need {blocks} or more: take fewer repeats, or fewer stages"
-        )
-    return tuple(layers // blocks + (b < layers % blocks) for b in range(blocks))
+def _layers(sizes: Sequence[int], schedule: Schedule) -> str:
+    """How a stack's layers lie."""
+    there = [n for n in sizes if n]
+    uneven = f", or {min(there)}" if min(there) < max(there) else ""
+    chunks = {n // schedule.stages for n, size in enumerate(sizes) if size}
+    runs = f"{len(chunks)} chunks of" if len(chunks) > 1 else "a run of"
+    some = f" on {len(there)} of {len(chunks) * schedule.stages} blocks" if 0 in sizes else ""
+    if len(there) == len(chunks) * schedule.stages:
+        some = ""
+    return f"{runs} {_counted(max(there), 'layer')}{uneven} each{some}"

@@ -224,7 +224,7 @@ def key_carried() -> Program:
         x, _ = jax.lax.scan(layer, (params["embedding"][tokens], key), stacked(params))[0]
         return tied(params, x, tokens)
 
-    return loss, weights(), (text(), jax.random.PRNGKey(3))
+    return loss, weights(), (text(), jax.random.PRNGKey(4))
 
 
 # ---------------------------------------------------------------- attention, and what is made outside
@@ -343,6 +343,58 @@ def bilinear() -> Program:
     return loss, weights(), (text(),)
 
 
+# ---------------------------------------------------------------- two stacks
+
+
+def halves(params: dict[str, Any], first: int, *names: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """So many layers, and the others."""
+    rows = stacked(params, *names)
+    return {k: w[:first] for k, w in rows.items()}, {k: w[first:] for k, w in rows.items()}
+
+
+def translated(first: int = LAYERS // 2, layers: int = LAYERS) -> Program:
+    """An encoder, and a decoder that looks at what it gives, through a norm, where the data say so."""
+
+    def loss(params: Any, inputs: Any, tokens: Any) -> Any:
+        encoder, decoder = halves(params, first, *HEADS)
+        seen = (inputs != 0)[:, None, :]
+        x = params["embedding"][inputs]
+        x = through(lambda x, w: mlp(attention(x, w, lambda x: x, seen), w), x, encoder)
+        encoded = normed(x) * params["scale"]
+
+        def layer(y: Any, w: Any) -> Any:
+            q, k, v = normed(y) @ w["query"], encoded @ w["key"], encoded @ w["value"]
+            scores = jnp.where(seen, jnp.einsum("bqd,bkd->bqk", q, k) / np.sqrt(EMBED), -1e9)
+            return mlp(y + jax.nn.softmax(scores) @ v, w)
+
+        return tied(params, through(layer, params["embedding"][tokens], decoder), tokens)
+
+    heads = {name: (layers, EMBED, EMBED) for name in HEADS}
+    inputs = np.random.default_rng(9).integers(0, VOCAB, (BATCH, LENGTH + 2), dtype=np.int32)
+    return loss, weights(layers, scale=(EMBED,), **heads), (inputs, text())
+
+
+def towers() -> Program:
+    """Two stacks that know nothing of each other, one of which gives losses, and a third of what both give,
+    which the end takes as well.
+    """
+
+    def loss(params: Any, inputs: Any, tokens: Any) -> Any:
+        left, right = halves(params, 3, "router")
+        right, top = ({k: w[s] for k, w in right.items()} for s in (slice(0, 3), slice(3, None)))
+
+        def layer(x: Any, w: Any) -> Any:
+            return mlp(x, w), jnp.mean(jax.nn.logsumexp(normed(x) @ w["router"], -1) ** 2)
+
+        x, losses = jax.lax.scan(layer, params["embedding"][inputs], left)
+        y = through(mlp, params["embedding"][tokens], right, reverse=True)
+        z = through(mlp, x * jnp.tanh(y), top)
+        return tied(params, z + 0.3 * x + 0.1 * y, tokens) + 0.1 * jnp.sum(losses)
+
+    inputs = np.random.default_rng(9).integers(0, VOCAB, (BATCH, LENGTH), dtype=np.int32)
+    return loss, weights(router=(LAYERS, EMBED, EXPERTS)), (inputs, text())
+
+
 PROGRAMS: dict[str, Callable[[], Program]] = {
     "plain": plain,
     "untied": untied,
@@ -363,4 +415,6 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "shared weights": shared,
     "two sums": bilinear,
     "backwards": backwards,
+    "encoder and decoder": translated,
+    "two towers": towers,
 }

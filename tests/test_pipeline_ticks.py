@@ -67,8 +67,8 @@ class Stage:
         self.register: list[Said] = [None, None]  # of activations, of gradients
         self.under_way: list[list[Said]] = [[None] * run.delay[0], [None] * run.delay[1]]
         self.waiting: list[list[Said]] = [[None] * (n + 1) for n in run.waiting]
-        self.saved: list[Said] = [None] * (run.saved + 1)
-        self.late: list[Said] = [None] * (run.late + 1)
+        self.saved: list[Said] = [None] * (run.saved[0] + 1)
+        self.late: list[Said] = [None] * (run.late[0] + 1)
         there = [("w", chunk) for chunk in range(run.resident)]
         self.weights: list[Said] = [None] * run.resident if windowed(run) else [*there]
         self.totals: list[set[tuple[int, int]]] = [set() for _ in range(run.resident)]
@@ -80,7 +80,7 @@ def windowed(run: Run) -> bool:
 
 def order(run: Run) -> Iterator[tuple[int, Phase, int]]:
     """The ticks as loops take them, each with its loop and the number of its program in there."""
-    for group in run.groups():
+    for group in run.groups(lambda chunk: None):
         rounds = run.rounds(group[0].start, group[0].stop)
         for window, each in itertools.product(group, rounds):
             later = window.start - group[0].start
@@ -181,33 +181,33 @@ class Program:
         cols, stage = self.cols(number, s), self.stages[s]
         if work is None:  # what is made of what is there
             if self.differentiated:
-                assert cols["saved"] == self.run.saved
-                stage.saved[cols["saved"]] = ("any",)
+                assert cols["saved 0"] == self.run.saved[0]
+                stage.saved[cols["saved 0"]] = ("any",)
             return None
         block, m = work.chunk * len(self.stages) + s, work.microbatch
         enters = self.run.ticks[number].enters
         found = self.taken(number, s, 0, ("x", 0, enters))
         assert found == ("x", block, m)
         if self.differentiated:
-            assert cols["saved"] < self.run.saved
-            stage.saved[cols["saved"]] = ("saved", block, m)
+            assert cols["saved 0"] < self.run.saved[0]
+            stage.saved[cols["saved 0"]] = ("saved", block, m)
         return ("x", block + 1, m)
 
     def back(self, number: int, s: int, work: Work | None, kind: str) -> Said:
         cols, stage = self.cols(number, s), self.stages[s]
         if work is None:
-            assert stage.saved[cols["saved"]][0] == "saved"  # what is added for nothing is to be a number
+            assert stage.saved[cols["saved 0"]][0] == "saved"  # what is added for nothing is to be a number
             if kind == "input":
-                assert cols["late"] == self.run.late
-                stage.late[cols["late"]] = ("any",)
+                assert cols["late 0"] == self.run.late[0]
+                stage.late[cols["late 0"]] = ("any",)
             return None
         block, m = work.chunk * len(self.stages) + s, work.microbatch
         ended = self.ended[int(self.run.columns["ending"][number, 0])]
         assert self.taken(number, s, 1, ended) == ("dx", block + 1, m)
-        assert stage.saved[cols["saved"]] == ("saved", block, m)
+        assert stage.saved[cols["saved 0"]] == ("saved", block, m)
         if kind == "input":
-            assert cols["late"] < self.run.late
-            stage.late[cols["late"]] = ("late", block, m)
+            assert cols["late 0"] < self.run.late[0]
+            stage.late[cols["late 0"]] = ("late", block, m)
         else:
             self.add(number, s, work)
         return ("dx", block, m)
@@ -217,8 +217,8 @@ class Program:
         if work is None:
             return
         block, m = work.chunk * len(self.stages) + s, work.microbatch
-        assert stage.saved[cols["saved"]] == ("saved", block, m)
-        assert stage.late[cols["late"]] == ("late", block, m)
+        assert stage.saved[cols["saved 0"]] == ("saved", block, m)
+        assert stage.late[cols["late 0"]] == ("late", block, m)
         self.add(number, s, work)
 
     def add(self, number: int, s: int, work: Work) -> None:
@@ -287,7 +287,7 @@ def test_ticks_of_one_loop_run_the_same_kinds_of_works(name: str) -> None:
 def test_as_many_slots_are_kept_as_the_costs_of_a_table_say(name: str) -> None:
     for schedule in named(name):
         run, costs = run_of(schedule), cost(schedule)
-        assert (run.saved, run.late) == (max(costs.alive), max(costs.late))
+        assert (run.saved[0], run.late[0]) == (max(costs.alive), max(costs.late))
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
@@ -295,13 +295,13 @@ def test_a_table_is_a_few_loops_of_ticks(name: str) -> None:
     """However many microbatches there are: what is compiled is a program of each tick of a loop."""
     for schedule in named(name):
         run = run_of(schedule)
-        for group in run.groups():
+        for group in run.groups(lambda chunk: None):
             rounds = run.rounds(group[0].start, group[0].stop)
             assert sum(len(each.phases) for each in rounds) <= 12
 
 
 def test_what_is_kept_is_flat_in_microbatches_or_not() -> None:
-    kept = {name: [run_of(make(name, 4, m)).saved for m in (8, 16, 32)] for name in SCHEDULES}
+    kept = {name: [run_of(make(name, 4, m)).saved[0] for m in (8, 16, 32)] for name in SCHEDULES}
     assert kept["gpipe"] == kept["circular"] == [8, 16, 32]
     assert kept["1f1b"] == kept["interleaved"] == kept["zb-h1"] == [4, 4, 4]
     assert kept["eager-1f1b"] == [7, 7, 7]

@@ -15,7 +15,7 @@ from xform.memory import Trial
 from xform.report import Report, amount
 from xform.schedules import SCHEDULES, cost, make
 
-LAYERS, MICROBATCHES = "pipeline.layers", "pipeline.microbatches"
+LAYERS, STACKS, MICROBATCHES = "pipeline.layers", "pipeline.stacks", "pipeline.microbatches"
 """The names under which the report has how many there are."""
 
 DEFAULT = "eager-1f1b"

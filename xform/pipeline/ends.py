@@ -28,12 +28,12 @@ class Ends:
         """What goes into the first layer, as it travels."""
         data = self.at(microbatch)
         outs = inline(self.setting.pieces.enter, *self.fixed, *data, microbatch)
-        types = self.setting.chunks.z_types
+        types = self.setting.pieces.z
         outs = [_like(x, t) for x, t in zip(outs, types, strict=False)]
         return [*outs, *(jnp.zeros(t.shape, t.dtype) for t in types[len(outs) :])]
 
     def nothing(self) -> list[Value]:
-        return [jnp.zeros(t.shape, t.dtype) for t in self.setting.chunks.z_types]
+        return [jnp.zeros(t.shape, t.dtype) for t in self.setting.pieces.z]
 
     def left(self, every: Any, z: Sequence[Value], m: Value, slot: Value) -> dict[str, Any]:
         """What becomes of a microbatch that has been through all layers; and the gradient of that."""
@@ -49,8 +49,8 @@ class Ends:
                 fixed[k] = x
             for i, x in zip(self.setting.rows, rows, strict=True):
                 own[i] = x
-            carried, riders, ys = self.split(given)
-            outs = inline(self.setting.pieces.leave, *carried, *ys, *riders, *fixed, *own, m)
+            leaves = [given[n] for n in self.setting.pieces.leaves]
+            outs = inline(self.setting.pieces.leave, *leaves, *fixed, *own, m)
             return [outs[k] for k in self.setting.wanted], outs
 
         args = (
@@ -75,15 +75,11 @@ class Ends:
         ]
         return every
 
-    def split(self, z: Sequence[Value]) -> tuple[list[Value], list[Value], list[Value]]:
-        carried, riders = self.setting.chunks.carried, self.setting.chunks.riders
-        return list(z[:carried]), list(z[carried : carried + riders]), list(z[carried + riders :])
-
     def returned(self, every: Any, dz: Any, m: Value) -> dict[str, Any]:
         """The gradient of what goes into the first layer, through what makes it."""
         data = self.at(m)
-        kept = self.setting.chunks.carried + self.setting.chunks.riders
-        floats = [n for n in self.setting.chunks.floats if n < kept]
+        entered = len(self.setting.pieces.enter.outvars)
+        floats = [n for n in self.setting.chunks.floats if n < entered]
 
         def start(outer: Leaves, rows: Leaves) -> list[Value]:
             fixed, own = list(self.fixed), list(data)
@@ -92,7 +88,7 @@ class Ends:
             for i, x in zip(self.setting.rows, rows, strict=True):
                 own[i] = x
             outs = inline(self.setting.pieces.enter, *fixed, *own, m)
-            return [_like(outs[n], self.setting.chunks.z_types[n]) for n in floats]
+            return [_like(outs[n], self.setting.pieces.z[n]) for n in floats]
 
         _, pull = jax.vjp(
             start, [self.fixed[k] for k in self.setting.outer], [data[i] for i in self.setting.rows]

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from xform.pipeline.arrays import is_floating
-from xform.pipeline.cutting import Pieces, reached
+from xform.pipeline.cutting import Part, Pieces, reached
 from xform.rewrite import Site, rewrite
 from xform.spmd.keeping import narrowed
 from xform.trace import Jaxpr, Literal, Value, Var, inline, trace_flat, without_dead
@@ -24,34 +24,38 @@ OPENED = frozenset({"remat2", "jit", "closed_call", "core_call", "custom_jvp_cal
 """Calls in which the gradient of the input and that of the weights may be made by different equations."""
 
 
+SOURCES = ("z", "fixed", "told", "told_row", "row")
+"""Where a layer's operands come from, in the order in which its programs take them."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Operands:
-    """What a layer takes, split as a schedule has it. moving: (*carried, *riders) by number in there. fixed:
-    numbers of `Pieces.fixed`. told, told_rows: numbers of theirs. rows: numbers of `Pieces.fixed`, stacks.
+    """What a layer takes, split as a schedule has it: numbers of what travels, of `Pieces.fixed`, of told and
+    told_rows, and of `Pieces.fixed` again, stacks.
     """
 
-    riders: tuple[int, ...]
+    moving: tuple[int, ...]
     fixed: tuple[int, ...]
     told: tuple[int, ...]
     told_rows: tuple[int, ...]
     rows: tuple[int, ...]
 
     @classmethod
-    def of(cls, pieces: Pieces) -> Operands:
+    def of(cls, part: Part) -> Operands:
         def those(kind: str) -> tuple[int, ...]:
-            return tuple(dict.fromkeys(k for what, k in pieces.of_layer if what == kind))
+            return tuple(dict.fromkeys(k for what, k in part.sources if what == kind))
 
-        return cls(those("rider"), those("fixed"), those("told"), those("told_row"), those("row"))
+        return cls(*map(those, SOURCES))
 
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
     """Programs of one layer. `rest` is (*fixed, *told, *told_rows, *rows), as `operands` has them.
 
-    run: of (*moving, *rest) gives (*carried, *ys). forward: the same and what is kept. backward: of (*kept,
-    *rest, *cotangents) gives the gradients of the floats of moving, then of `wanted`. input gives those of
-    moving alone, and what `weight` needs; weight, of (*kept, *rest, *that), those of `wanted`. cotangents
-    are those of the floats of (*carried, *ys). wanted: numbers in rest.
+    run: of (*moving, *rest) gives what the part gives. forward: the same and what is kept. backward: of
+    (*kept, *rest, *cotangents) gives the gradients of the floats of moving, then of `wanted`. input gives
+    those of moving alone, and what `weight` needs; weight, of (*kept, *rest, *that), those of `wanted`.
+    cotangents are those of the floats of what is given. wanted: numbers in rest.
     """
 
     operands: Operands
@@ -70,25 +74,34 @@ class Layer:
     @property
     def row_types(self) -> tuple[Any, ...]:
         """Of a layer's own of what is stacked."""
-        return self.rest[len(self.rest) - len(self.operands.rows) :]
+        return self.rest[self.first_row :]
+
+    @property
+    def first_row(self) -> int:
+        """The number of the first stack among what a layer takes besides what moves."""
+        return len(self.rest) - len(self.operands.rows)
+
+    @property
+    def stacked_wants(self) -> list[int]:
+        """Of stacks, those whose gradients are wanted."""
+        return [n for n in self.wanted if n >= self.first_row]
 
 
-def layer_of(pieces: Pieces, differentiated: Iterable[int]) -> Layer:
-    """The layer's programs. differentiated: numbers of `Pieces.fixed` of which gradients are wanted."""
-    operands, body = Operands.of(pieces), pieces.stack.body
+def layer_of(pieces: Pieces, part: Part, differentiated: Iterable[int]) -> Layer:
+    """The programs of a part's layer. differentiated: numbers of `Pieces.fixed` of which gradients are
+    wanted.
+    """
+    operands, body = Operands.of(part), part.body
     wanted_fixed = set(differentiated)
-    carry = len(pieces.carried)
-    riders = [pieces.riders[k].aval for k in operands.riders]
-    moving = [*pieces.carried, *riders]
-    lead = pieces.stack.layers
+    moving = [pieces.z[k] for k in operands.moving]
 
     def row(aval: Any) -> Any:
-        assert aval.shape[0] == lead
+        assert aval.shape[0] == part.layers
         return aval.update(shape=aval.shape[1:], sharding=None) if hasattr(aval, "sharding") else aval
 
     def narrow(k: int) -> Any:
         """The type of a row as every use of it makes it first: so it comes together, narrower."""
-        uses = [n for n, source in enumerate(pieces.of_layer) if source == ("row", k)]
+        uses = [n for n, source in enumerate(part.sources) if source == ("row", k)]
         dtypes = {narrowed(body, body.invars[n]) for n in uses}
         aval: Any = row(pieces.fixed[k].aval)
         return (
@@ -102,25 +115,17 @@ def layer_of(pieces: Pieces, differentiated: Iterable[int]) -> Layer:
     told_rows = [row(pieces.told_rows[k].aval) for k in operands.told_rows]
     rows = [narrow(k) for k in operands.rows]
     rest = [*fixed, *told, *told_rows, *rows]
-    numbers = {("carried", k): k for k in range(carry)}
-    numbers |= {("rider", k): carry + n for n, k in enumerate(operands.riders)}
-    at = len(moving)
-    for kind, those in (("fixed", operands.fixed), ("told", operands.told)):
-        numbers |= {(kind, k): at + n for n, k in enumerate(those)}
-        at += len(those)
-    for kind, those in (("told_row", operands.told_rows), ("row", operands.rows)):
-        numbers |= {(kind, k): at + n for n, k in enumerate(those)}
-        at += len(those)
+    taken = dataclasses.astuple(operands)
+    order = [(kind, k) for kind, numbers in zip(SOURCES, taken, strict=True) for k in numbers]
+    numbers = {source: n for n, source in enumerate(order)}
     wanted = tuple(n for n, k in enumerate(operands.fixed) if k in wanted_fixed) + tuple(
         len(rest) - len(rows) + n for n, k in enumerate(operands.rows) if k in wanted_fixed
     )
 
     def run(*args: Value) -> list[Value]:
-        invars = pieces.stack.eqn.invars
         given: list[Any] = []
-        for (kind, k), v in zip(pieces.of_layer, body.invars, strict=True):
-            literal: Any = invars[k] if kind == "literal" else None
-            given.append(_wide(args[numbers[kind, k]], v) if literal is None else literal.val)
+        for (kind, k), v in zip(part.sources, body.invars, strict=True):
+            given.append(k if kind == "literal" else _wide(args[numbers[kind, k]], v))
         return inline(body, *given)
 
     types = [*moving, *rest]

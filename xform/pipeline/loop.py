@@ -27,7 +27,7 @@ from xform.batch import Cut, Micro, Microbatches
 from xform.batch.microbatches import Leaves, Swept
 from xform.ops import resident
 from xform.pipeline.chunks import Own
-from xform.pipeline.cutting import Stack, cut, find_stacks, size_of
+from xform.pipeline.cutting import Pieces, Stack, cut, find_stacks, size_of
 from xform.pipeline.ends import Ends
 from xform.pipeline.rounds import Phase, Round
 from xform.pipeline.setting import Setting, Shape, Sort, When
@@ -36,7 +36,7 @@ from xform.pipeline.ticks import KINDS, Window
 from xform.pipeline.weights import Weights
 from xform.report import Report
 from xform.sharding.memory import Space, is_host, to
-from xform.trace import Jaxpr, JaxprEqn, Value, at_line, inline, shape_of, trace_flat, typeof
+from xform.trace import Jaxpr, Value, at_line, inline, shape_of, trace_flat, typeof
 
 
 class Pipelined(Microbatches):
@@ -55,26 +55,21 @@ class Pipelined(Microbatches):
         return microbatch(self.cut)
 
     @functools.cached_property
-    def stack(self) -> Stack:
-        """The loop over layers. Raises Decline where there is none."""
-        return find_stacks(self.program, len(self.cut.same))[0]
+    def stacks(self) -> tuple[list[Stack], list[Stack]]:
+        """The loops over layers, and others that are too small to be cut. Raises Decline if there is none."""
+        return find_stacks(self.program, len(self.cut.same))
 
-    @property
-    def others(self) -> list[JaxprEqn]:
-        """Other loops over layers."""
-        return [stack.eqn for stack in find_stacks(self.program, len(self.cut.same))[1:]]
+    def pieces(self, inside: bool) -> Pieces:
+        """The program cut at them; of no use for gradients."""
+        return cut(self.program, len(self.cut.same), (), inside)
 
     def travels(self) -> list[tuple[int, str]]:
         """What goes from stage to stage with a microbatch, bytes of the whole of it, and what it is."""
-        pieces = cut(self.program, len(self.cut.same), ())
-        riders = [v.aval for v in pieces.riders]
-        rows = [t.update(shape=(pieces.stack.layers, *t.shape)) for t in pieces.ys]
+        setting = Setting(self, self.shape, self.program, len(self.cut.same), [], (), (), ())
         found = []
-        for types, what in (
-            (pieces.carried, "what layers carry"),
-            (riders, "what layers or the end read of what is before them"),
-            (rows, "what layers give one by one"),
-        ):
+        for what in dict.fromkeys(setting.pieces.what):
+            those = zip(setting.pieces.z, setting.pieces.what, setting.crossing, strict=True)
+            types = [t for t, mine, crosses in those if crosses and mine == what]
             if types:
                 names = ", ".join(t.str_short() for t in types[:4])
                 found.append((sum(map(size_of, types)), f"{what}: {names}"))
@@ -84,7 +79,7 @@ class Pipelined(Microbatches):
         self, same: Leaves, data: Leaves, which: Sequence[int], wanted: Sequence[int], pulls: Sequence[Leaves]
     ) -> Swept:
         setting = Setting(self, self.shape, self.program, len(same), list(data), which, wanted, pulls)
-        with at_line(self.stack.eqn):
+        with at_line(self.stacks[0][0].eqn):
             return _Sweep(setting, list(same)).run()
 
 
@@ -121,7 +116,7 @@ class _Sweep:
         self.ends = Ends(self.setting, self.weights.fixed)
         self.stages = Stages(self.setting, self.weights.fixed)
         state = self.start()
-        for group in self.setting.runs.groups():
+        for group in self.setting.runs.groups(self.parts_of):
             state = self.windows(group, state)
         return self.results(state, pull)
 
@@ -129,7 +124,7 @@ class _Sweep:
         """Registers with a microbatch's own values, so that works that are none have finite numbers."""
         runs, chunks, stages = self.setting.runs, self.setting.chunks, self.setting.shape.stages
         outside = self.ends.entering(np.int32(0))
-        types = chunks.z_types
+        types = self.setting.pieces.z
 
         def each(x: Value, *lead: int) -> Value:
             return jnp.broadcast_to(x, (stages, *lead, *x.shape))
@@ -144,7 +139,6 @@ class _Sweep:
                 else resident.room((stages, *lead, *t.shape), t.dtype)
             )
 
-        size = self.setting.placing.size
         own: Own = {"register": [each(x) for x in outside]}
         own["ahead"] = [list(own["register"]) for _ in range(runs.delay[0])]
         if runs.waiting[0]:
@@ -155,13 +149,13 @@ class _Sweep:
         if self.setting.pulls:
             floats = [types[n] for n in chunks.floats]
             streams = range(len(self.setting.pulls))
-            own["saved"] = [room(t, runs.saved + 1, size) for t in self.setting.layer.kept]
+            own["saved"] = self.slots(room, runs.saved, [layer.kept for layer in self.setting.layers])
             own["register_back"] = [[empty(t) for t in floats] for _ in streams]
             own["behind"] = [[[empty(t) for t in floats] for _ in streams] for _ in range(runs.delay[1])]
             if runs.waiting[1]:
                 own["waiting_back"] = [[empty(t, runs.waiting[1] + 1) for t in floats] for _ in streams]
-            late = self.setting.layer.late if runs.late else ()
-            own["late"] = [[empty(t, runs.late + 1, size) for t in late] for _ in streams]
+            late = [layer.late if any(runs.late) else () for layer in self.setting.layers]
+            own["late"] = [self.slots(empty, runs.late, late) for _ in streams]
             own["totals"] = [self.weights.totals() for _ in streams]
             every["ended"] = [
                 [resident.room((runs.ended, *t.shape), t.dtype) for t in floats] for _ in streams
@@ -180,6 +174,14 @@ class _Sweep:
         ]
         return {"own": own, "every": every}
 
+    def slots(self, made: Any, counts: Sequence[int], types: Sequence[Sequence[Any]]) -> list[list[Value]]:
+        """Of each part, buffers of so many slots and one more, for all layers of a chunk."""
+        sizes = [placing.size for placing in self.setting.placings]
+        return [
+            [made(t, count + 1, size) for t in mine]
+            for count, size, mine in zip(counts, sizes, types, strict=True)
+        ]
+
     @property
     def stacked_outs(self) -> list[Any]:
         """Results of a microbatch that are no sums: extremes, then rows."""
@@ -194,22 +196,27 @@ class _Sweep:
         """Windows that are alike: what is fetched, the ticks, what is flushed."""
         rounds = self.setting.runs.rounds(group[0].start, group[0].stop)
         columns = _stacked([self.rounds(rounds, window.start - group[0].start) for window in group])
+        fetched, flushed = (list(map(self.parts_of, cs)) for cs in (group[0].fetch, group[0].flush))
         fetch = np.asarray([window.fetch for window in group], np.int32)
         flush = np.asarray([window.flush for window in group], np.int32)
 
         def turn(state: Any, xs: Any) -> tuple[Any, None]:
             columns, fetch, flush = xs
-            for n in range(fetch.shape[0]):
-                state = self.weights.fetched(state, fetch[n])
+            for n, parts in enumerate(fetched):
+                state = self.weights.fetched(state, fetch[n], parts)
             for each, cols in zip(rounds, columns, strict=True):
                 state = self.round(each, cols, state)
-            for n in range(flush.shape[0]):
-                state = self.weights.flushed(state, flush[n])
+            for n, parts in enumerate(flushed):
+                state = self.weights.flushed(state, flush[n], parts)
             return state, None
 
         if len(group) == 1:
             return turn(state, (_first(columns), fetch[0], flush[0]))[0]
         return jax.lax.scan(turn, state, (columns, fetch, flush))[0]
+
+    def parts_of(self, chunk: int) -> list[bool]:
+        """Which parts a chunk has layers of, on any stage."""
+        return [bool(placing.counts[:, chunk].any()) for placing in self.setting.placings]
 
     def rounds(self, rounds: Sequence[Round], later: int) -> Any:
         """The numbers of rounds, so many ticks later."""
@@ -275,7 +282,7 @@ class _Sweep:
     def tick(self, tick: Sort, cols: Mapping[str, Any], state: Any) -> Any:
         own, every = dict(state["own"]), state["every"]
         outside = None
-        if tick.enters != "never":
+        if tick.enters != "never" and not self.setting.pieces.inside:
             outside = _when(tick.enters, cols["enters"], self.ends.entering, self.ends.nothing)
         ended = None
         if tick.back:
@@ -283,7 +290,7 @@ class _Sweep:
             ended = [[jax.lax.dynamic_index_in_dim(x, slot, 0, False) for x in xs] for xs in every["ended"]]
         own = self.stages.tick(tick, own, own.get("weights", self.weights.held), cols, outside, ended)
         z, dz = own.pop("z", None), own.pop("dz", None)
-        if tick.returns != "never":
+        if tick.returns != "never" and not self.setting.pieces.inside:
 
             def returned(m: Value) -> Any:
                 return self.ends.returned(state["every"], self.stages.of_stage(dz, 0), m)

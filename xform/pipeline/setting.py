@@ -22,12 +22,15 @@ from xform.trace import Jaxpr, Value, Var
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """The axis of the stages in the mesh, the schedule, and how many layers each of its blocks has."""
+    """The axis of the stages in the mesh, the schedule, and how many layers of each part its blocks have:
+    sizes, by part and then by block. inside: whether the ends of the stack are parts.
+    """
 
     mesh: Mesh
     axis: str
     schedule: Schedule
-    sizes: tuple[int, ...]
+    sizes: tuple[tuple[int, ...], ...]
+    inside: bool
 
     @property
     def stages(self) -> int:
@@ -69,23 +72,43 @@ class Setting:
 
     @functools.cached_property
     def pieces(self) -> Pieces:
-        return cut(self.program, self.same, self.which)
+        return cut(self.program, self.same, self.which, self.shape.inside)
 
     @functools.cached_property
     def runs(self) -> Run:
-        return run_of(self.shape.schedule if self.pulls else forward_only(self.shape.schedule))
+        schedule = self.shape.schedule if self.pulls else forward_only(self.shape.schedule)
+        return run_of(schedule, [[count > 0 for count in sizes] for sizes in self.shape.sizes])
 
     @functools.cached_property
-    def placing(self) -> Placing:
-        return Placing.of(self.shape.sizes, self.shape.stages, self.pieces.stack.reverse)
+    def placings(self) -> list[Placing]:
+        parts = zip(self.shape.sizes, self.pieces.parts, strict=True)
+        return [Placing.of(sizes, self.shape.stages, part.reverse) for sizes, part in parts]
 
     @functools.cached_property
-    def layer(self) -> Layer:
-        return layer_of(self.pieces, self.moved)
+    def layers(self) -> list[Layer]:
+        return [layer_of(self.pieces, part, self.moved) for part in self.pieces.parts]
 
     @functools.cached_property
     def chunks(self) -> Chunks:
-        return Chunks(self.pieces, self.layer, self.placing, len(self.pulls), self.runs.resident)
+        resident = self.runs.resident if self.windowed else 0
+        return Chunks(self.pieces, self.layers, self.placings, len(self.pulls), resident)
+
+    @functools.cached_property
+    def crossing(self) -> list[bool]:
+        """Of what travels, what one block gives and another one takes."""
+        last = self.shape.schedule.blocks - 1
+        entered = 0 if self.pieces.inside else len(self.pieces.enter.outvars)
+        first = {n: 0 for n in range(entered)}
+        reads = dict.fromkeys(self.pieces.leaves, last)
+        for part, layer, sizes in zip(self.pieces.parts, self.layers, self.shape.sizes, strict=True):
+            blocks = [block for block, count in enumerate(sizes) if count]
+            for n in layer.operands.moving:
+                reads[n] = max(reads.get(n, 0), blocks[-1])
+            for n in part.gives:
+                first.setdefault(n, blocks[0])
+                if n in part.gives[len(part.gives) - part.rows :]:  # filled, a row at a time
+                    reads[n] = max(reads.get(n, 0), blocks[-1])
+        return [n in first and first[n] < reads.get(n, 0) for n in range(len(self.pieces.z))]
 
     @property
     def windowed(self) -> bool:
@@ -117,19 +140,11 @@ class Setting:
 
     @functools.cached_property
     def outer(self) -> list[int]:
-        """Of what is made once, that which the ends take."""
+        """Of what is made once, that which the ends take outside of the stages."""
+        if self.pieces.inside:
+            return []
         reads = read(self.pieces.enter) | read(self.pieces.leave)
         return [k for k in self.moved if self.pieces.fixed[k] in reads]
-
-    @property
-    def first_row(self) -> int:
-        """The number of the first stack among what a layer takes besides what moves."""
-        return len(self.layer.rest) - len(self.layer.operands.rows)
-
-    @property
-    def stacked_wants(self) -> list[int]:
-        """Of stacks, those whose gradients are wanted."""
-        return [n for n in self.layer.wanted if n >= self.first_row]
 
 
 def read(jaxpr: Jaxpr) -> set[Any]:

@@ -4,7 +4,6 @@ sent on to the stage beside.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from xform.pipeline.setting import Setting, Sort, read
 from xform.pipeline.ticks import KINDS
 from xform.trace import Value
 
-TABLES = ("rows", "layers", "valid")
+TABLES = ("rows", "layers", "counts")
 """What a stage has of its own that no tick changes."""
 
 
@@ -35,8 +34,9 @@ class Stages:
         """The stages' own arrays after a tick. weights: a stage's, of the chunks that are there. outside:
         what comes into the stack, ended: the gradient of what came out of it.
         """
-        placing = self.setting.placing
-        tables = {"layers": jnp.asarray(placing.layers, jnp.int32), "valid": jnp.asarray(placing.valid)}
+        placings = self.setting.placings
+        tables = {"layers": [jnp.asarray(p.layers) for p in placings]}
+        tables["counts"] = [jnp.asarray(p.counts) for p in placings]
         given = {
             "outside": outside,
             "fixed": self.of_layers(),
@@ -59,8 +59,9 @@ class Stages:
 
     def of_layers(self) -> list[Any]:
         """What is made once, where stages read it; a number for the rest."""
-        tells, pieces = read(self.setting.pieces.tell), self.setting.pieces
-        reads = {*self.setting.layer.operands.fixed, *(k for k, v in enumerate(pieces.fixed) if v in tells)}
+        tells, fixed = read(self.setting.pieces.tell), self.setting.pieces.fixed
+        reads = {k for layer in self.setting.layers for k in layer.operands.fixed}
+        reads |= {k for k, v in enumerate(fixed) if v in tells}
         return [x if k in reads else np.int32(0) for k, x in enumerate(self.fixed)]
 
     def region(self, f: Any, own: Any, cols: Mapping[str, Any], given: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -150,7 +151,7 @@ class Stages:
             if not (tick.forward if way > 0 else tick.back):
                 continue
             if tick.sends if way > 0 else tick.sends_back:
-                value = jax.tree.map(functools.partial(self.permuted, way=way), value)
+                value = self.passed(value) if way > 0 else [self.passed_back(each) for each in value]
             new = [value, *own[chain]]
             arrived = new[-1] if len(new) > 1 else new[0]
             rest = new[:-1]
@@ -159,6 +160,15 @@ class Stages:
                 rest = [_kept(given["moves"][moves], a, b) for a, b in zip(rest, own[chain], strict=True)]
             own[name], own[chain] = arrived, rest
         return own
+
+    def passed(self, z: Sequence[Value]) -> list[Value]:
+        """What travels, on the next stage, but for what never leaves its block."""
+        return [self.permuted(x, 1) if goes else x for x, goes in zip(z, self.setting.crossing, strict=True)]
+
+    def passed_back(self, dz: Sequence[Value]) -> list[Value]:
+        """The gradients of that, on the stage before."""
+        goes = [self.setting.crossing[n] for n in self.setting.chunks.floats]
+        return [self.permuted(x, -1) if crosses else x for x, crosses in zip(dz, goes, strict=True)]
 
     def permuted(self, x: Value, way: int) -> Value:
         n = self.setting.shape.stages

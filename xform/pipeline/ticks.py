@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -31,12 +31,18 @@ REGISTER, OUTSIDE, WAITING = range(3)
 
 FAMILY: dict[Kind, Family] = {"forward": "forward", "backward": "input", "input": "input", "weight": "weight"}
 
-COLUMNS = ("kind", "chunk", "microbatch", "take", "wait", "saved", "late", "fresh", "put", "put_back")
+COLUMNS = ("kind", "chunk", "microbatch", "take", "wait", "fresh", "put", "put_back")
 """What a tick says of each stage. kind: 1 + its number in KINDS, 0 where there is no work. take: one of the
-three above; wait: the slot that it takes from. saved: that of what is kept for the backward pass; late: of
-what the gradient of weights waits for; fresh: 1 for a chunk's first gradient of weights. put, put_back: in
-which what has come by now goes, of activations and of gradients, before the register is sent over.
+three above; wait: the slot that it takes from. fresh: 1 for a chunk's first gradient of weights. put,
+put_back: in which what has come by now goes, of activations and of gradients, before the register is sent
+over. Beside these, for each part of the layers (`of_part`), saved: the slot of what is kept for the backward
+pass; late: of what the gradient of weights waits for.
 """
+
+
+def of_part(name: str, part: int) -> str:
+    """The name of a column of slots in which a part of the layers keeps something."""
+    return f"{name} {part}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,8 +95,8 @@ class Window:
 class Run:
     """columns: by name of COLUMNS, numbers [ticks, stages]. waiting: slots for activations, and for
     gradients, on their way; ended: slots for gradients of the stack's results, in which `ended` puts them and
-    `ending` finds them. saved, late: slots; the one after the last is for what nobody reads. delay: ticks of
-    its direction that a value is under way beyond the next, by direction. windows: what is together when;
+    `ending` finds them. saved, late: slots, by part; the one after the last is for what nobody reads. delay:
+    ticks of its direction that a value is under way beyond the next, by direction. windows: what is together when;
     resident: of how many chunks at once, chunk c in place c % resident.
     """
 
@@ -98,8 +104,8 @@ class Run:
     columns: Mapping[str, np.ndarray]
     waiting: tuple[int, int]
     ended: int
-    saved: int
-    late: int
+    saved: tuple[int, ...]
+    late: tuple[int, ...]
     delay: tuple[int, int]
     windows: tuple[Window, ...]
     resident: int
@@ -124,22 +130,22 @@ class Run:
                 return found
         return [Round((Phase(start, 1, stop - start, mixed=True),), 1)]
 
-    def groups(self) -> list[list[Window]]:
-        """Windows next to each other that are one loop over windows."""
+    def groups(self, parts: Callable[[int], object]) -> list[list[Window]]:
+        """Windows next to each other that are one loop over windows. parts: what a chunk is made of."""
 
         def like(window: Window) -> object:
             ticks = self.ticks[window.start : window.stop]
             shapes = [(tick.shape, tick.sends, tick.sends_back) for tick in ticks]
-            return shapes, len(window.fetch), len(window.flush)
+            return shapes, list(map(parts, window.fetch)), list(map(parts, window.flush))
 
         return [list(group) for _, group in itertools.groupby(self.windows, like)]
 
 
-def run_of(schedule: Schedule) -> Run:
+def run_of(schedule: Schedule, parts: Sequence[Sequence[bool]] | None = None) -> Run:
     """What a program runs for a schedule that can run; a table without backward works is that of a program
-    that is not differentiated.
+    that is not differentiated. parts: for each part of the layers, which blocks have some of it.
     """
-    return _Run(schedule).run()
+    return _Run(schedule, parts or [[True] * schedule.blocks]).run()
 
 
 def forward_only(schedule: Schedule) -> Schedule:
@@ -157,8 +163,8 @@ def forward_only(schedule: Schedule) -> Schedule:
 
 
 class _Run:
-    def __init__(self, schedule: Schedule) -> None:
-        self.schedule = schedule
+    def __init__(self, schedule: Schedule, parts: Sequence[Sequence[bool]]) -> None:
+        self.schedule, self.parts = schedule, parts
         self.stages, self.repeats = schedule.stages, schedule.repeats
         self.last = schedule.blocks - 1
         table = schedule.table
@@ -314,11 +320,13 @@ class _Run:
 
     # What is kept
 
-    def saved(self) -> int:
-        """In how many slots what a chunk keeps for its gradients lies; none where there are none."""
-        return self.slots("saved", self.spans("forward", KINDS)) if self.turns["input"] else 0
+    def saved(self) -> tuple[int, ...]:
+        """In how many slots what a chunk keeps for its gradients lies, by part; none where there are none."""
+        if not self.turns["input"]:
+            return (0,) * len(self.parts)
+        return self.slots("saved", self.spans("forward", KINDS))
 
-    def late(self) -> int:
+    def late(self) -> tuple[int, ...]:
         """The same of what the gradient of weights waits for."""
         return self.slots("late", self.spans("input", ("weight",)))
 
@@ -333,33 +341,42 @@ class _Run:
                 found[key] = (found[key][0], tick)
         return found
 
-    def slots(self, name: str, spans: Mapping[tuple[int, int, int], tuple[int, int]]) -> int:
-        slots, placed = colored(spans)
-        self.columns[name][:] = slots
-        for tick, stage, work in self.schedule.works():
-            key = (stage, work.chunk, work.microbatch)
-            if key in placed and spans[key][0] <= tick:
-                self.columns[name][tick, stage] = placed[key]
-        return slots
+    def slots(self, name: str, spans: Mapping[tuple[int, int, int], tuple[int, int]]) -> tuple[int, ...]:
+        """How many slots each part takes; the numbers are in a column of its own."""
+        counts = []
+        for part, there in enumerate(self.parts):
+            mine = {key: span for key, span in spans.items() if there[key[1] * self.stages + key[0]]}
+            count, placed = colored(mine)
+            column = np.full((len(self.ticks), self.stages), count, np.int32)
+            for tick, stage, work in self.schedule.works():
+                key = (stage, work.chunk, work.microbatch)
+                if key in placed and spans[key][0] <= tick:
+                    column[tick, stage] = placed[key]
+            self.columns[of_part(name, part)] = column
+            counts.append(count)
+        return tuple(counts)
 
-    def borrowed(self, saved: int, late: int) -> None:
+    def borrowed(self, saved: Sequence[int], late: Sequence[int]) -> None:
         """Where a stage has no work, it runs that of the others on what it has: it reads the slot that its
         last forward work has written. Every stage has had one when the first gradient goes back. What it has
         made without work does not do: where the others' works are of several kinds, it makes nothing.
         """
-        for stage in range(self.stages):
-            last = {"saved": saved, "late": late}
+        for stage, (part, there) in itertools.product(range(self.stages), enumerate(self.parts)):
+            last = {"saved": saved[part], "late": late[part]}
+            columns = {name: self.columns[of_part(name, part)] for name in last if self.turns["input"]}
             for t, tick in enumerate(self.ticks):
                 work = self.schedule.table[t][stage]
-                if work is not None and work.kind == "forward":
-                    last["saved"] = int(self.columns["saved"][t, stage])
+                if work is not None and not there[self.block(stage, work)]:
+                    continue
+                if work is not None and work.kind == "forward" and columns:
+                    last["saved"] = int(columns["saved"][t, stage])
                 elif work is None and not tick.forward:
-                    self.columns["saved"][t, stage] = last["saved"]
+                    columns["saved"][t, stage] = last["saved"]
                     self.columns["chunk"][t, stage] = 0
                 if work is not None and work.kind == "input":
-                    last["late"] = int(self.columns["late"][t, stage])
+                    last["late"] = int(columns["late"][t, stage])
                 elif work is None and "input" not in tick.kinds and "weight" in tick.kinds:
-                    self.columns["late"][t, stage] = last["late"]
+                    columns["late"][t, stage] = last["late"]
 
 
 def colored[Key: tuple[int, ...]](spans: Mapping[Key, tuple[int, int]]) -> tuple[int, dict[Key, int]]:

@@ -13,107 +13,59 @@ import numpy as np
 
 from xform.ops import resident, rows
 from xform.pipeline.arrays import is_array, is_floating, narrowed, put_rows, replaced, rows_at
+from xform.pipeline.chunks import Placing
+from xform.pipeline.layer import Layer
 from xform.pipeline.setting import Setting
 from xform.trace import Value
 
 
 class Weights:
-    """fixed: what is made once, together but for stacks. apart: the stacks by stage, [stages, rows, ...], as
-    they lie; held: those of the chunks that are there from the beginning.
-    """
+    """fixed: what is made once, together but for stacks. parts: of each part of the layers, its own."""
 
     def __init__(self, setting: Setting, made: Sequence[Value]) -> None:
         self.setting, self.made = setting, made
-        layer, placing, stages = setting.layer, setting.placing, setting.shape.stages
-        stacks = set(layer.operands.rows)
+        stacks = {k for layer in setting.layers for k in layer.operands.rows}
         self.fixed = [x if k in stacks else _together(x) for k, x in enumerate(made)]
-        self.apart: list[Value] = []
-        self.held: list[Value] = []
-        places = setting.runs.resident * placing.size
-        for k, aval in zip(layer.operands.rows, layer.row_types, strict=True):
-            x = resident.stacked(made[k] if setting.windowed else made[k].astype(aval.dtype))
-            shape = (stages, len(placing.order) // stages, *x.shape[1:])
-            by_stage = resident.plain(jax.lax.reshape(self.ordered(x), shape))
-            self.apart.append(by_stage)
-            if setting.windowed:
-                self.held.append(resident.room((stages, places, *x.shape[1:]), aval.dtype))
-            else:
-                self.held.append(resident.together(by_stage))
+        of = zip(setting.layers, setting.placings, strict=True)
+        self.parts = [Stacked(setting, layer, placing, made) for layer, placing in of]
 
-    def ordered(self, x: Value) -> Value:
-        """Layers in the order of the rows they are in."""
-        order = self.setting.placing.order
-        if self.setting.placing.ragged:  # some rows repeat a layer
-            return jnp.take(x, np.asarray(order, np.int32), axis=0)
-        return rows.by_stage(x, order)
-
-    def natural(self, g: Value, layers: int) -> Value:
-        """Gradients of rows as those of layers, in the layers' own order."""
-        g = resident.stacked(g)
-        order = self.setting.placing.order
-        if not self.setting.placing.ragged:
-            return rows.in_own_order(g, order)
-        back = np.zeros(layers, np.int32)
-        for row, (number, is_valid) in enumerate(zip(order, self.setting.placing.valid.ravel(), strict=True)):
-            if is_valid:
-                back[number] = row
-        return jnp.take(g, back, axis=0)
-
-    # Gradients
-
-    def totals(self) -> list[Value]:
-        """Zeros for the gradients of what a layer takes, those of rows a row each."""
-        layer, stages, first = self.setting.layer, self.setting.shape.stages, self.setting.first_row
-        found = []
-        for n in layer.wanted:
-            if n >= first:
-                found.append(self.accumulator(self.held[n - first], not self.setting.windowed))
-            else:
-                x = self.fixed[layer.operands.fixed[n]]
-                found.append(self.accumulator(jnp.broadcast_to(x, (stages, *x.shape))))
-        return found
+    @property
+    def held(self) -> list[list[Value]]:
+        """Of each part, the weights that are there from the beginning."""
+        return [part.held for part in self.parts]
 
     def accumulator(self, x: Value, begun: bool = True) -> Value:
         return resident.accumulator(x, self.setting.of.kept(x.dtype), begun)
 
-    def wholes(self) -> list[Value]:
+    def totals(self) -> list[list[Value]]:
+        """Zeros for the gradients of what layers take, those of rows a row each."""
+        return [part.totals(self.fixed) for part in self.parts]
+
+    def wholes(self) -> list[list[Value]]:
         """Room for the gradients of stacks, summed over devices, where chunks take turns."""
-        s = self.setting
-        if not s.windowed:
-            return []
-        return [
-            resident.room(self.apart[n - s.first_row].shape, s.of.kept(s.layer.rest[n].dtype))
-            for n in s.stacked_wants
-        ]
+        return [part.wholes() for part in self.parts]
 
     # Chunks that take turns
 
-    def fetched(self, state: Any, chunk: Value) -> Any:
-        """A chunk's weights come together, in their place."""
-        size, place = (
-            self.setting.placing.size,
-            chunk % self.setting.runs.resident * self.setting.placing.size,
-        )
+    def fetched(self, state: Any, chunk: Value, parts: Sequence[bool]) -> Any:
+        """The weights of a chunk that has layers of these parts come together, in their place."""
+        held = state["own"]["weights"]
         weights = [
-            put_rows(held, resident.together(narrowed(rows_at(x, chunk * size, size), held.dtype)), place)
-            for held, x in zip(state["own"]["weights"], self.apart, strict=True)
+            part.fetched(mine, chunk) if there else mine
+            for part, mine, there in zip(self.parts, held, parts, strict=True)
         ]
         return {**state, "own": {**state["own"], "weights": weights}}
 
-    def flushed(self, state: Any, chunk: Value) -> Any:
+    def flushed(self, state: Any, chunk: Value, parts: Sequence[bool]) -> Any:
         """A chunk's gradients are summed over devices; the next one's take their place when they come."""
-        size, place = (
-            self.setting.placing.size,
-            chunk % self.setting.runs.resident * self.setting.placing.size,
-        )
         own, every = state["own"], dict(state["every"])
         for k in range(len(self.setting.pulls)):
-            totals, whole = list(own["totals"][k]), list(every["whole"][k])
-            for j, n in enumerate(self.setting.stacked_wants):
-                like = self.apart[n - self.setting.first_row]
-                at = self.setting.layer.wanted.index(n)
-                sums = resident.settled(rows_at(totals[at], place, size), rows_at(like, chunk * size, size))
-                whole[j] = put_rows(whole[j], sums, chunk * size)
+            whole = [
+                part.flushed(total, sums, chunk) if there else sums
+                for part, total, sums, there in zip(
+                    self.parts, own["totals"][k], every["whole"][k], parts, strict=True
+                )
+            ]
             every["whole"] = replaced(every["whole"], k, whole)
         return {"own": own, "every": every}
 
@@ -128,20 +80,106 @@ class Weights:
 
         for n, total in zip(self.setting.outer, state["every"]["outer"][k], strict=True):
             add(n, resident.settled(total, self.made[n]))
-        layer, first = self.setting.layer, self.setting.first_row
-        for n, total in zip(layer.wanted, state["own"]["totals"][k], strict=True):
-            if n >= first:
-                number = layer.operands.rows[n - first]
-                if self.setting.windowed:
-                    sums = state["every"]["whole"][k][self.setting.stacked_wants.index(n)]
-                else:
-                    sums = resident.settled(total, self.apart[n - first])
-                flat = jax.lax.reshape(sums, (len(self.setting.placing.order), *total.shape[2:]))
-                add(number, self.natural(flat, self.setting.pieces.stack.layers))
-            else:
-                number = layer.operands.fixed[n]
-                add(number, resident.settled(total.sum(0), self.made[number]))
+        totals, wholes = state["own"]["totals"][k], state["every"]["whole"][k]
+        for part, total, whole in zip(self.parts, totals, wholes, strict=True):
+            for n, g in part.gathered(total, whole, self.made):
+                add(n, g)
         return [found[n].astype(x.dtype) if n in found else _nothing(x) for n, x in enumerate(self.made)]
+
+
+class Stacked:
+    """A part's stacks, one after the other: apart, by stage, [stages, rows, ...], as they lie; held, those of
+    the chunks that are there from the beginning.
+    """
+
+    def __init__(self, setting: Setting, layer: Layer, placing: Placing, made: Sequence[Value]) -> None:
+        self.setting, self.layer, self.placing = setting, layer, placing
+        self.apart: list[Value] = []
+        self.held: list[Value] = []
+        stages, places = setting.shape.stages, setting.runs.resident * placing.size
+        for k, aval in zip(layer.operands.rows, layer.row_types, strict=True):
+            x = resident.stacked(made[k] if setting.windowed else made[k].astype(aval.dtype))
+            shape = (stages, placing.rows, *x.shape[1:])
+            by_stage = resident.plain(jax.lax.reshape(self.ordered(x), shape))
+            self.apart.append(by_stage)
+            if setting.windowed:
+                self.held.append(resident.room((stages, places, *x.shape[1:]), aval.dtype))
+            else:
+                self.held.append(resident.together(by_stage))
+
+    def ordered(self, x: Value) -> Value:
+        """Layers in the order of the rows they are in."""
+        if self.placing.ragged:  # some rows repeat a layer
+            return jnp.take(x, np.asarray(self.placing.order, np.int32), axis=0)
+        return rows.by_stage(x, self.placing.order)
+
+    def natural(self, g: Value) -> Value:
+        """Gradients of rows as those of layers, in the layers' own order."""
+        g = resident.stacked(g)
+        if not self.placing.ragged:
+            return rows.in_own_order(g, self.placing.order)
+        return jnp.take(g, self.placing.row_of, axis=0)
+
+    def totals(self, fixed: Sequence[Value]) -> list[Value]:
+        """Zeros for gradients."""
+        found = []
+        for n in self.layer.wanted:
+            if n >= self.layer.first_row:
+                like, begun = self.held[n - self.layer.first_row], not self.setting.windowed
+            else:
+                x = fixed[self.layer.operands.fixed[n]]
+                like, begun = jnp.broadcast_to(x, (self.setting.shape.stages, *x.shape)), True
+            found.append(resident.accumulator(like, self.setting.of.kept(like.dtype), begun))
+        return found
+
+    def wholes(self) -> list[Value]:
+        if not self.setting.windowed:
+            return []
+        first, kept = self.layer.first_row, self.setting.of.kept
+        return [
+            resident.room(self.apart[n - first].shape, kept(self.layer.rest[n].dtype))
+            for n in self.layer.stacked_wants
+        ]
+
+    def at(self, chunk: Value) -> tuple[Value, Value]:
+        """The first row of a chunk, and where it is while it is there."""
+        place = chunk % self.setting.runs.resident * self.placing.size
+        return jnp.asarray(self.placing.starts)[chunk], place
+
+    def fetched(self, held: Sequence[Value], chunk: Value) -> list[Value]:
+        row, place = self.at(chunk)
+        return [
+            put_rows(mine, resident.together(narrowed(rows_at(x, row, self.placing.size), mine.dtype)), place)
+            for mine, x in zip(held, self.apart, strict=True)
+        ]
+
+    def flushed(self, totals: Sequence[Value], whole: Sequence[Value], chunk: Value) -> list[Value]:
+        (row, place), size, found = self.at(chunk), self.placing.size, list(whole)
+        for j, n in enumerate(self.layer.stacked_wants):
+            like = self.apart[n - self.layer.first_row]
+            total = totals[self.layer.wanted.index(n)]
+            sums = resident.settled(rows_at(total, place, size), rows_at(like, row, size))
+            found[j] = put_rows(found[j], sums, row)
+        return found
+
+    def gathered(
+        self, totals: Sequence[Value], whole: Sequence[Value], made: Sequence[Value]
+    ) -> list[tuple[int, Value]]:
+        """Cotangents of what is made once, and its number."""
+        found = []
+        for n, total in zip(self.layer.wanted, totals, strict=True):
+            if n < self.layer.first_row:
+                number = self.layer.operands.fixed[n]
+                found.append((number, resident.settled(total.sum(0), made[number])))
+                continue
+            number = self.layer.operands.rows[n - self.layer.first_row]
+            if self.setting.windowed:
+                sums = whole[self.layer.stacked_wants.index(n)]
+            else:
+                sums = resident.settled(total, self.apart[n - self.layer.first_row])
+            flat = jax.lax.reshape(sums, (self.placing.layers.size, *total.shape[2:]))
+            found.append((number, self.natural(flat)))
+        return found
 
 
 def _together(x: Value) -> Value:
