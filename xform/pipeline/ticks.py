@@ -96,8 +96,8 @@ class Run:
     """columns: by name of COLUMNS, numbers [ticks, stages]. waiting: slots for activations, and for
     gradients, on their way; ended: slots for gradients of the stack's results, in which `ended` puts them and
     `ending` finds them. saved, late: slots, by part; the one after the last is for what nobody reads. delay:
-    ticks of its direction that a value is under way beyond the next, by direction. windows: what is together when;
-    resident: of how many chunks at once, chunk c in place c % resident.
+    ticks of its direction that a value is under way beyond the next, by direction. windows: what is together
+    when; resident: of how many chunks at once, chunk c in place c % resident.
     """
 
     ticks: tuple[Tick, ...]

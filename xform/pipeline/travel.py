@@ -1,8 +1,8 @@
 """What travels from stage to stage with a microbatch: numbered places, and which value is in one when.
 
-What a loop carries is in the place in which its first layer finds it. What is made between two loops takes a
-place whose value nobody reads any more, if there is one of its type: so what a decoder reads of its encoder is
-where the encoder's activations were.
+What a loop carries is in the place in which its first layer finds it. What is made between two loops takes
+a place whose value nobody reads any more, if one is of its type: so what a decoder reads of its encoder is
+where the activations of the encoder were.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Travel:
         return self.place[v]
 
     def begin(self, v: Any, aval: Any, time: int, taken: Iterable[int]) -> tuple[int, bool]:
-        """The place in which a loop at this time finds what it carries, and whether the value has to be copied
-        there because it is needed beside it.
+        """The place in which a loop that runs at this time finds what it carries; and whether the value has to
+        be copied there, because it is needed beside it.
         """
         here = self.place[v]
         if self.read.get(v, -1) < time and self.carried[v] <= time and here not in taken:
