@@ -346,20 +346,20 @@ def bilinear() -> Program:
 # ---------------------------------------------------------------- two stacks
 
 
-def halves(params: dict[str, Any], first: int, *names: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """So many layers, and the others."""
-    rows = stacked(params, *names)
-    return {k: w[:first] for k, w in rows.items()}, {k: w[first:] for k, w in rows.items()}
+def apart(params: dict[str, Any], *borders: int) -> list[dict[str, Any]]:
+    """Stacks of layers, each with arrays of its own, of one that is cut here and there."""
+    rows = {name: w for name, w in params.items() if len(w) == LAYERS and w.ndim > 1}
+    ends = zip((0, *borders), (*borders, LAYERS), strict=True)
+    return [{name: w[a:b] for name, w in rows.items()} for a, b in ends]
 
 
-def translated(first: int = LAYERS // 2, layers: int = LAYERS) -> Program:
+def translated(first: int = LAYERS // 2) -> Program:
     """An encoder, and a decoder that looks at what it gives, through a norm, where the data say so."""
 
     def loss(params: Any, inputs: Any, tokens: Any) -> Any:
-        encoder, decoder = halves(params, first, *HEADS)
         seen = (inputs != 0)[:, None, :]
         x = params["embedding"][inputs]
-        x = through(lambda x, w: mlp(attention(x, w, lambda x: x, seen), w), x, encoder)
+        x = through(lambda x, w: mlp(attention(x, w, lambda x: x, seen), w), x, params["encoder"])
         encoded = normed(x) * params["scale"]
 
         def layer(y: Any, w: Any) -> Any:
@@ -367,11 +367,13 @@ def translated(first: int = LAYERS // 2, layers: int = LAYERS) -> Program:
             scores = jnp.where(seen, jnp.einsum("bqd,bkd->bqk", q, k) / np.sqrt(EMBED), -1e9)
             return mlp(y + jax.nn.softmax(scores) @ v, w)
 
-        return tied(params, through(layer, params["embedding"][tokens], decoder), tokens)
+        return tied(params, through(layer, params["embedding"][tokens], params["decoder"]), tokens)
 
-    heads = {name: (layers, EMBED, EMBED) for name in HEADS}
+    every = weights(scale=(EMBED,), **HEADS)
+    encoder, decoder = apart(every, first)
     inputs = np.random.default_rng(9).integers(0, VOCAB, (BATCH, LENGTH + 2), dtype=np.int32)
-    return loss, weights(layers, scale=(EMBED,), **heads), (inputs, text())
+    params = {name: every[name] for name in ("embedding", "scale")}
+    return loss, params | {"encoder": encoder, "decoder": decoder}, (inputs, text())
 
 
 def towers() -> Program:
@@ -380,19 +382,19 @@ def towers() -> Program:
     """
 
     def loss(params: Any, inputs: Any, tokens: Any) -> Any:
-        left, right = halves(params, 3, "router")
-        right, top = ({k: w[s] for k, w in right.items()} for s in (slice(0, 3), slice(3, None)))
-
         def layer(x: Any, w: Any) -> Any:
             return mlp(x, w), jnp.mean(jax.nn.logsumexp(normed(x) @ w["router"], -1) ** 2)
 
-        x, losses = jax.lax.scan(layer, params["embedding"][inputs], left)
-        y = through(mlp, params["embedding"][tokens], right, reverse=True)
-        z = through(mlp, x * jnp.tanh(y), top)
+        x, losses = jax.lax.scan(layer, params["embedding"][inputs], params["left"])
+        y = through(mlp, params["embedding"][tokens], stacked(params["right"]), reverse=True)
+        z = through(mlp, x * jnp.tanh(y), stacked(params["top"]))
         return tied(params, z + 0.3 * x + 0.1 * y, tokens) + 0.1 * jnp.sum(losses)
 
+    every = weights(router=(LAYERS, EMBED, EXPERTS))
+    left, right, top = apart(every, 3, 6)
     inputs = np.random.default_rng(9).integers(0, VOCAB, (BATCH, LENGTH), dtype=np.int32)
-    return loss, weights(router=(LAYERS, EMBED, EXPERTS)), (inputs, text())
+    params = {"embedding": every["embedding"], "left": left, "right": right, "top": top}
+    return loss, params, (inputs, text())
 
 
 PROGRAMS: dict[str, Callable[[], Program]] = {

@@ -10,7 +10,7 @@ from tests import public
 from tests.layered import PROGRAMS
 from tests.test_pipeline import MESHES, agree, graded, piped, run, scheduled, slow, wanted
 from xform import Accumulate, ChunkedLoss, Kernels, Narrow, Pipeline, Plan, Quantize, Remat, Roll, check
-from xform.models import encoder_decoder, gpt2, llama
+from xform.models import gpt2, llama
 
 # ---------------------------------------------------------------- what is kept, and what is done again
 
@@ -108,14 +108,6 @@ def test_our_models(model: Any, scan: bool) -> None:
     fn, args = model.loss(scan=scan, **SMALL)
     step = piped(jax.value_and_grad(fn), *(() if scan else (Roll(),)), schedule="1f1b")
     agree(run(step, *args), jax.jit(jax.value_and_grad(fn))(*args))
-
-
-@pytest.mark.slow  # a whole model, compiled twice
-def test_of_two_stacks_the_larger_goes_over_stages() -> None:
-    fn, args = encoder_decoder.loss(scan=True, **SMALL)
-    step = piped(jax.value_and_grad(fn), schedule="1f1b")
-    agree(run(step, *args), jax.jit(jax.value_and_grad(fn))(*args))
-    assert "it is not the largest stack: every stage computes it" in str(step.trace(*args).report)
 
 
 @pytest.mark.slow  # whole models, compiled twice

@@ -9,7 +9,7 @@ tenth more than that of the best one.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from xform.flops import product_flops
 from xform.pipeline.cutting import Part
@@ -39,60 +39,53 @@ def sizes_of(parts: Sequence[Part], stages: int, repeats: int) -> tuple[tuple[in
     return tuple(found)
 
 
-def _costs(parts: Sequence[Part]) -> list[float]:
+def _costs(parts: Sequence[Part]) -> list[int]:
     """Of the layers of all stacks, flops, with those of what is around them."""
-    costs: list[float] = []
-    around = 0.0
+    costs: list[int] = []
+    around = 0
     for part in parts:
-        cost = product_flops(part.body)
+        cost = round(product_flops(part.body))
         if part.stack is None:
             around += cost
             continue
         costs += [cost + around, *[cost] * (part.layers - 1)]
-        around = 0.0
+        around = 0
     costs[-1] += around
-    return costs if any(costs) else [1.0] * len(costs)
+    return costs if any(costs) else [1] * len(costs)
 
 
-def slowest(costs: Sequence[float], counts: Sequence[int]) -> float:
+def slowest(costs: Sequence[int], counts: Sequence[int]) -> int:
     """What the dearest block costs."""
     ends = list(itertools.accumulate(counts))
     return max(sum(costs[end - count : end]) for end, count in zip(ends, counts, strict=True))
 
 
-def evened(costs: Sequence[float], blocks: int) -> tuple[int, ...]:
+def evened(costs: Sequence[int], blocks: int) -> tuple[int, ...]:
     """Layers in a row as blocks, of one or more each: so that the dearest one costs least, then so that they
     are as even as can be (the sum of squares), then the first ones with more.
     """
-    ends = [0.0, *itertools.accumulate(costs)]
-    n = len(costs)
+    dearest = _cut(costs, blocks, lambda block, before: max(block, before))[0]
+    counts = _cut(costs, blocks, lambda block, before: before + block**2 if block <= dearest else None)[1]
+    return tuple(counts)
 
-    def best(most: float) -> list[list[tuple[float, float, int]]]:
-        """By blocks and layers: the dearest block, the sum of squares, and where the last block begins. With
-        `most`, blocks that cost more are left out.
-        """
-        table = [[(0.0, 0.0, 0)] + [(float("inf"), float("inf"), 0)] * n]
-        for block in range(1, blocks + 1):
-            row = [(float("inf"), float("inf"), 0)] * (n + 1)
-            for end in range(block, n - (blocks - block) + 1):
-                for start in range(block - 1, end):
-                    cost = ends[end] - ends[start]
-                    dearest, squares, _ = table[-1][start]
-                    if cost > most or dearest == float("inf"):
-                        continue
-                    new = max(dearest, cost) if most == float("inf") else 0.0, squares + cost * cost, start
-                    row[end] = min(row[end], new, key=lambda each: (each[0], each[1] * (1 - 1e-12), -each[2]))
-            table.append(row)
-        return table
 
-    most = best(float("inf"))[-1][n][0]
-    table = best(most * (1 + 1e-9))
-    counts, end = [], n
-    for block in range(blocks, 0, -1):
-        start = table[block][end][2]
-        counts.append(end - start)
-        end = start
-    return tuple(reversed(counts))
+def _cut(
+    costs: Sequence[int], blocks: int, joined: Callable[[int, int], int | None]
+) -> tuple[int, Sequence[int]]:
+    """The cut into blocks that comes to least, and how many layers each has. joined: of the cost of a block
+    and what the ones before it come to, what they come to together; None for what is not to be.
+    """
+    ends = [0, *itertools.accumulate(costs)]
+    found: dict[int, tuple[int, list[int]]] = {0: (0, [])}
+    for block in range(1, blocks + 1):
+        longer: dict[int, tuple[int, list[int]]] = {}
+        for end in range(block, len(costs) - (blocks - block) + 1):
+            for start, (before, counts) in found.items():
+                value = joined(ends[end] - ends[start], before) if start < end else None
+                if value is not None and (end not in longer or value <= longer[end][0]):
+                    longer[end] = value, [*counts, end - start]
+        found = longer
+    return found[len(costs)]
 
 
 def _apart(stacks: Sequence[int], stages: int, repeats: int) -> Iterator[tuple[int, ...]]:
@@ -100,5 +93,5 @@ def _apart(stacks: Sequence[int], stages: int, repeats: int) -> Iterator[tuple[i
     for borders in itertools.combinations(range(1, repeats), len(stacks) - 1):
         runs = [b - a for a, b in itertools.pairwise((0, *borders, repeats))]
         if all(layers >= run * stages for layers, run in zip(stacks, runs, strict=True)):
-            cuts = [evened([1.0] * layers, run * stages) for layers, run in zip(stacks, runs, strict=True)]
+            cuts = [evened([1] * layers, run * stages) for layers, run in zip(stacks, runs, strict=True)]
             yield tuple(itertools.chain.from_iterable(cuts))

@@ -51,15 +51,17 @@ class Tried:
         return f"{self.seconds:.2f} s, {amount(self.peak)} of memory{sends}, {self.idle:.1%} of slots idle"
 
 
-def choices(layers: int, stages: int, repeats: int, delay: int) -> list[Choice]:
+def choices(layers: int, stages: int, repeats: int, delay: int, stacks: int = 1) -> list[Choice]:
     """The schedules to try, the first the one that is taken where nothing can be compared.
 
-    repeats: as the plan says; with 1, a layer a chunk too where layers allow. delay: where there is one,
-    those that take it.
+    repeats: as the plan says; with 1, a layer a chunk too where layers allow, and a chunk for each of several
+    stacks. delay: where there is one, those that take it.
     """
     most = repeats if repeats > 1 else layers // stages if layers % stages == 0 else 1
     single, several = (DEFAULT, "1f1b", "gpipe"), (DEFAULT, "circular")
     found = [Choice(name, repeats) for name in (several if repeats > 1 else single)]
+    if repeats == 1 < stacks and layers >= stages * stacks:
+        found = [*(Choice(name, stacks) for name in several), *found]
     found += [Choice(name, most) for name in several if most > 1]
     found = [choice for choice in found if not delay or SCHEDULES[choice.schedule].delays]
     return list(dict.fromkeys(found))
@@ -70,14 +72,14 @@ def best(trial: Callable[[Choice], Trial], axis: str, repeats: int, delay: int, 
     first = choices(0, 1, repeats, delay)[0]
     start = trial(first)
     facts, stages = start.program.report.facts, start.mesh.shape[axis]
-    layers, microbatches = (int(facts.get(name, 0)) for name in (LAYERS, MICROBATCHES))
+    layers, stacks, microbatches = (int(facts.get(name, 0)) for name in (LAYERS, STACKS, MICROBATCHES))
+    those = choices(layers, stages, repeats, delay, stacks)
     if not start.is_compiled or not layers:
         why = "it keeps few inputs of chunks; these devices' compiler plans no memory to choose by"
-        report.did("pipeline", f"schedule {first} is taken", why)
-        return first
+        report.did("pipeline", f"schedule {those[0]} is taken", why)
+        return those[0]
     found = [
-        _tried(choice, start if choice == first else trial(choice), stages, microbatches)
-        for choice in choices(layers, stages, repeats, delay)
+        _tried(choice, start if choice == first else trial(choice), stages, microbatches) for choice in those
     ]
     taken = _least(found)
     report.did("pipeline", f"schedule {taken.choice} is taken", str(taken))

@@ -25,6 +25,7 @@ import numpy as np
 
 from xform.batch import Cut, Micro, Microbatches
 from xform.batch.microbatches import Leaves, Swept
+from xform.errors import Decline, PlanError
 from xform.ops import resident
 from xform.pipeline.chunks import Own
 from xform.pipeline.cutting import Pieces, Stack, cut, find_stacks, size_of
@@ -79,8 +80,11 @@ class Pipelined(Microbatches):
         self, same: Leaves, data: Leaves, which: Sequence[int], wanted: Sequence[int], pulls: Sequence[Leaves]
     ) -> Swept:
         setting = Setting(self, self.shape, self.program, len(same), list(data), which, wanted, pulls)
-        with at_line(self.stacks[0][0].eqn):
-            return _Sweep(setting, list(same)).run()
+        try:
+            with at_line(self.stacks[0][0].eqn):
+                return _Sweep(setting, list(same)).run()
+        except Decline as why:  # of what is asked of the program once it is differentiated
+            raise PlanError(f"{self.who}: {why}") from None
 
 
 def microbatch(found: Cut) -> Jaxpr:

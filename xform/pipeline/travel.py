@@ -56,7 +56,7 @@ class Travel:
         return self.place[v]
 
     def begin(self, v: Any, aval: Any, time: int, taken: Iterable[int]) -> tuple[int, bool]:
-        """The place in which a loop that runs at this time finds what it carries; and whether the value has to
+        """The place in which a loop of this time finds what it carries; and whether the value has to
         be copied there, because it is needed beside it.
         """
         here = self.place[v]
