@@ -70,6 +70,11 @@ class Pipeline:
         """The mesh axis that layers lie over, and nothing else but the vocabulary."""
         return self.axis
 
+    @property
+    def vocabulary_axis(self) -> str:
+        """The same axis, if the vocabulary lies over it."""
+        return "" if self._inside else self.axis
+
     def settle(self, trial: Callable[[Any], Trial], report: Report) -> Pipeline:
         """The pass with a schedule, by trial of whole steps, where the plan names none."""
         if self.schedule:

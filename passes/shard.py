@@ -179,10 +179,7 @@ class Shard:
             rules |= {n: [("tensor", *axes) for axes in rules.get(n) or [()]] for n in SEQUENCE_PARALLEL}
             rules["activation_embed"] = []
         if context.stage_axes:
-            rules = {
-                name: [staged(name, axes, context.stage_axes) for axes in each]
-                for name, each in rules.items()
-            }
+            rules = {name: [staged(name, axes, context) for axes in each] for name, each in rules.items()}
         given = {name: alternatives(name, value) for name, value in self.rules.items()}
         layout = Layout(context.mesh, rules, given, context.report)
         if self.sequence_parallel:
@@ -244,14 +241,14 @@ def _there(x: Value, mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
     return NamedSharding(here, PartitionSpec(*left))
 
 
-def staged(name: str, axes: tuple[str, ...], stages: tuple[str, ...]) -> tuple[str, ...]:
+def staged(name: str, axes: tuple[str, ...], context: Context) -> tuple[str, ...]:
     """A rule's axes where some have stages of layers: no rows lie over those, but the vocabulary does, so
-    that the embedding and the head take no more of one stage than of another.
+    that the embedding and the head take no more of one stage than of another; unless they are on one.
     """
     if name in STAGES:
         return axes
-    left = tuple(a for a in axes if a not in stages)
-    return (*left, *stages) if name in VOCABULARY else left
+    left = tuple(a for a in axes if a not in context.stage_axes)
+    return (*left, *context.vocabulary_axes) if name in VOCABULARY else left
 
 
 def _in_types(jaxpr: Jaxpr) -> tuple[str, ...]:

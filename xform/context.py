@@ -56,7 +56,8 @@ class Context:
     stored as codes, and how. kept: the last of the inputs and of the outputs, which are not the function's
     own. keeper: the argument that they are part of; returns: whether the function returns it. model: the
     number of the function that is differentiated, at the model stage. stage_axes: the mesh axes that layers
-    lie over as stages, so that no rows do. steps: how often Accumulate has them all go through.
+    lie over as stages, so that no rows do; vocabulary_axes: those of them that the vocabulary lies over.
+    steps: how often Accumulate has them all go through.
     """
 
     stage: Stage
@@ -82,6 +83,7 @@ class Context:
     phase: Phase = "start"
     model: int = 0
     stage_axes: tuple[str, ...] = ()
+    vocabulary_axes: tuple[str, ...] = ()
     steps: int = 1
     _roles: tuple[Jaxpr, Roles] | None = None
 

@@ -168,6 +168,7 @@ class Making:
             returns=returns,
             phase=self.phase,
             stage_axes=staged,
+            vocabulary_axes=tuple(a for p in passes if (a := getattr(p, "vocabulary_axis", ""))),
         )
         jaxpr = _run(jaxpr, _of_stage(passes, "step"), context, stages, "")
         last = _in_order([p for p in passes if hasattr(p, "finish")])

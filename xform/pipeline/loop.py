@@ -317,7 +317,7 @@ class _Sweep:
             return Swept(every["sums"], stacked, [], [])
         gradients = []
         for k in range(len(self.setting.pulls)):
-            (found,) = pull(self.weights.gathered(state, k))
+            (found,) = pull(self.weights.gathered(state, k, self.stages.summed))
             gradients.append([g.astype(self.setting.of.kept(g.dtype)) for g in found])
         return Swept(every["sums"], stacked, gradients, every["moved"])
 

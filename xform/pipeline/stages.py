@@ -96,6 +96,11 @@ class Stages:
 
         return self.region(lambda own, cols, given: ([], jax.tree.map(one, own)), own, {}, {})[1]
 
+    def summed(self, own: Value) -> Value:
+        """The sum of what stages have one each of."""
+        axis = self.setting.shape.axis
+        return self.region(lambda own, cols, given: ([], jax.lax.psum(own, axis)), own, {}, {})[1]
+
     def work(self, tick: Sort, own: Own, cols: Mapping[str, Value], given: Mapping[str, Any]) -> Own:
         """A stage's tick: what has come is put where it waits, the work is done, and its result sent on."""
         own = dict(own)

@@ -4,7 +4,7 @@ batch for all chunks at once or for a few at a time, and summed over devices whe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -71,8 +71,8 @@ class Weights:
 
     # In the end
 
-    def gathered(self, state: Any, k: int) -> list[Value]:
-        """The cotangents of what is made once."""
+    def gathered(self, state: Any, k: int, summed: Callable[[Value], Value]) -> list[Value]:
+        """The cotangents of what is made once. summed: the sum of what stages have one each of."""
         found: dict[int, Value] = {}
 
         def add(n: int, g: Value) -> None:
@@ -82,7 +82,7 @@ class Weights:
             add(n, resident.settled(total, self.made[n]))
         totals, wholes = state["own"]["totals"][k], state["every"]["whole"][k]
         for part, total, whole in zip(self.parts, totals, wholes, strict=True):
-            for n, g in part.gathered(total, whole, self.made):
+            for n, g in part.gathered(total, whole, self.made, summed):
                 add(n, g)
         return [found[n].astype(x.dtype) if n in found else _nothing(x) for n, x in enumerate(self.made)]
 
@@ -163,14 +163,18 @@ class Stacked:
         return found
 
     def gathered(
-        self, totals: Sequence[Value], whole: Sequence[Value], made: Sequence[Value]
+        self,
+        totals: Sequence[Value],
+        whole: Sequence[Value],
+        made: Sequence[Value],
+        summed: Callable[[Value], Value],
     ) -> list[tuple[int, Value]]:
         """Cotangents of what is made once, and its number."""
         found = []
         for n, total in zip(self.layer.wanted, totals, strict=True):
             if n < self.layer.first_row:
                 number = self.layer.operands.fixed[n]
-                found.append((number, resident.settled(total.sum(0), made[number])))
+                found.append((number, resident.settled(summed(total), made[number])))
                 continue
             number = self.layer.operands.rows[n - self.layer.first_row]
             if self.setting.windowed:
