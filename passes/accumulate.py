@@ -57,6 +57,10 @@ class Accumulate:
     stages: ClassVar[tuple[str, ...]] = ("model", "step")
     after: ClassVar[tuple[str, ...]] = ("roll", "chunkedloss", "kernels", "quantize", "remat")
 
+    def cuts(self, rows: int) -> int:
+        """Into how many microbatches a batch is cut."""
+        return self.steps or max(rows // max(self.rows, 1), 1)
+
     def rewrite(self, jaxpr: Jaxpr, context: Context) -> Jaxpr:
         self._check()
         if context.stage == "step":
@@ -110,7 +114,7 @@ class Accumulate:
 
     def _split(self, size: int, found: Cut, context: Context) -> Split:
         groups = prod(context.mesh.shape[axis] for axis in self._axes(context))
-        steps = self.steps or max(size // self.rows, 1)
+        steps = self.cuts(size)
         whole, option = steps * groups, f"steps = {self.steps}"
         if self.rows:
             whole, option = steps * self.rows, f"rows = {self.rows}"

@@ -65,6 +65,10 @@ class Pipeline:
         """The mesh axis that layers lie over, and nothing else but the vocabulary."""
         return self.axis
 
+    def cuts(self, rows: int) -> int:
+        """Into how many microbatches a batch is cut."""
+        return self.microbatches
+
     def settle(self, trial: Callable[[Any], Trial], report: Report) -> Pipeline:
         """The pass with a schedule, by trial of whole steps, where the plan names none."""
         if self.schedule:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
+from math import prod
 from typing import Any, Literal
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -56,7 +57,8 @@ class Context:
     stored as codes, and how. kept: the last of the inputs and of the outputs, which are not the function's
     own. keeper: the argument that they are part of; returns: whether the function returns it. model: the
     number of the function that is differentiated, at the model stage. stage_axes: the mesh axes that layers
-    lie over as stages, so that no rows do. steps: how often Accumulate has them all go through.
+    lie over as stages, so that no rows do. steps: how often Accumulate has them all go through. cuts: of
+    each pass that cuts the batch into microbatches, into how many it does one of so many rows.
     """
 
     stage: Stage
@@ -83,6 +85,7 @@ class Context:
     model: int = 0
     stage_axes: tuple[str, ...] = ()
     steps: int = 1
+    cuts: tuple[Callable[[int], int], ...] = ()
     _roles: tuple[Jaxpr, Roles] | None = None
 
     def __post_init__(self) -> None:
@@ -101,6 +104,10 @@ class Context:
         self.in_shardings = [*self.in_shardings, *whole]
         self.out_shardings = [*self.out_shardings, *whole]
         self.reasons.update((k.path, "kept from step to step: lies whole on every device") for k in more)
+
+    def microbatches(self, rows: int) -> int:
+        """Into how many microbatches the plan cuts a batch of so many rows."""
+        return prod(cut(rows) for cut in self.cuts)
 
     def roles(self, jaxpr: Jaxpr) -> Roles:
         """The axes of `jaxpr` and their roles; analysed once for the same program."""
