@@ -104,11 +104,17 @@ class Accumulate:
                 "accumulate: with pipeline in the plan, give steps: so many times as many microbatches go"
                 " through the stages"
             )
-        context.steps = self.steps
+        if self.reduce != "each":
+            raise PlanError(
+                f"accumulate.reduce = {self.reduce!r}: with pipeline in the plan, the schedule says when"
+                " gradients are summed over devices; leave it out: with shard.collectives = 'explicit' they"
+                " are summed when the last of them is there"
+            )
+        context.steps, context.sums = self.steps, self.dtype
         context.report.did(
             "accumulate",
             f"{self.steps} times as many microbatches go through the pipeline",
-            "their gradients are added up as pipeline.dtype says; accumulate.dtype and reduce are not used",
+            "the schedule says when their gradients are summed over devices",
         )
         return jaxpr
 

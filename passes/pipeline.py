@@ -42,7 +42,8 @@ class Pipeline:
         some are compiled, and of those that fit the devices the one is taken that computes and copies least.
     repeats: chunks of layers a stage, for schedules that take several.
     delay: ticks that activations are under way beyond the next, for `gpipe` and `circular`.
-    dtype: in which gradients are added up over microbatches, "" for each gradient's own.
+    dtype: in which gradients are added up over microbatches, "" for each gradient's own, or as Accumulate
+        says that is in the plan too.
 
     A stack that the model has layer by layer is made a loop before (Roll), which the plan need not name.
     Raises PlanError where the mesh lacks the axis, where there is no stack or fewer layers than blocks, where
@@ -86,7 +87,7 @@ class Pipeline:
         if context.stage == "step":
             used = [True] * len(jaxpr.outvars)
             return partial_eval.dce_jaxpr(jaxpr, used, instantiate=True)[0]
-        schedule = self._schedule(context)
+        schedule, dtype = self._schedule(context), self._dtype(context)
         check(schedule)
         found = cut_along_batch(
             jaxpr,
@@ -98,7 +99,7 @@ class Pipeline:
         if isinstance(found, Placed):
             where = f" ({found.line})" if found.line else ""
             raise PlanError(f"pipeline: the batch cannot be cut into microbatches: {found}{where}")
-        pipelined = Pipelined(found, self.dtype, context.report)
+        pipelined = Pipelined(found, dtype, context.report)
         try:
             stack = pipelined.stack
             sizes = _sizes(stack.layers, schedule, source_line(stack.eqn))
@@ -137,6 +138,17 @@ class Pipeline:
                 raise PlanError(f"pipeline.schedule = {self.schedule!r} has {has} {what}, and {of} {wants}")
         return own
 
+    def _dtype(self, context: Context) -> str:
+        """In which gradients are added up; Accumulate in the plan has a say too."""
+        if context.sums is None or not self.dtype:
+            return context.sums or self.dtype
+        if context.sums != self.dtype:
+            raise PlanError(
+                f"pipeline.dtype = {self.dtype!r} and accumulate.dtype = {context.sums!r}: gradients are"
+                " added up in one of them; give both the same, or leave out pipeline.dtype"
+            )
+        return self.dtype
+
     def _split(self, size: int, schedule: Schedule, found: Cut, context: Context) -> Split:
         if size % schedule.microbatches:
             fit = [n for n in range(1, size + 1) if size % n == 0]
@@ -171,7 +183,7 @@ class Pipeline:
             f" to the next stage, {taken.permutes('previous')} to the one before",
         )
         if context.differentiated:
-            report.did("pipeline", "gradients are added up in " + (self.dtype or "their own dtype"))
+            report.did("pipeline", "gradients are added up in " + (pipelined.dtype or "their own dtype"))
         for nbytes, what in pipelined.travels():
             report.did("pipeline", f"{amount(nbytes)} travel with each microbatch", what)
         for other in pipelined.others:

@@ -1,12 +1,13 @@
 """Pipeline where another pass has a say in the same thing: chunks of the loss, sums of gradients, ranges."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.layered import PROGRAMS
+from tests.layered import PROGRAMS, of_layers
 from tests.test_pipeline import agree, graded, piped, run, slow, wanted
-from xform import Accumulate, ChunkedLoss, Plan, parallelize
+from xform import Accumulate, ChunkedLoss, Plan, PlanError, parallelize
 
 # ---------------------------------------------------------------- a loss in chunks
 
@@ -44,3 +45,32 @@ def test_rows_of_a_chunk_that_are_on_several_devices_are_not_summed_once() -> No
     step = parallelize(graded(loss), plan, devices=jax.devices()[:2])
     report = str(step.trace(params, np.tile(tokens, (2, 1))).report)
     assert "declined the model: the program goes through the batch in a loop of 8 chunks" in report
+
+
+# ---------------------------------------------------------------- what Accumulate has a say in
+
+
+def test_gradients_are_added_up_in_the_dtype_that_accumulate_says() -> None:
+    """Weights in bfloat16: the same numbers, to the bit, as when Pipeline says it."""
+    loss, params, data = of_layers(2)
+    args = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), params), *data
+    step = piped(graded(loss), Accumulate(steps=2), microbatches=2)
+    found, same = run(step, *args), run(piped(graded(loss), dtype="float32"), *args)
+    jax.tree.map(np.testing.assert_array_equal, found, same)
+    assert "gradients are added up in float32" in str(step.trace(*args).report)
+    other = piped(graded(loss), Accumulate(steps=2, dtype=""), microbatches=2)
+    assert "their own dtype" in str(other.trace(*args).report)
+
+
+def test_two_dtypes_of_sums() -> None:
+    loss, params, data = PROGRAMS["plain"]()
+    step = piped(graded(loss), Accumulate(steps=2), microbatches=2, dtype="float16")
+    with pytest.raises(PlanError, match=r"pipeline\.dtype = 'float16' and accumulate\.dtype = 'float32'"):
+        step.trace(params, *data)
+
+
+def test_the_schedule_says_when_gradients_are_summed() -> None:
+    loss, params, data = PROGRAMS["plain"]()
+    step = piped(graded(loss), Accumulate(steps=2, reduce="once"))
+    with pytest.raises(PlanError, match=r"accumulate\.reduce = 'once': with pipeline .* leave it out"):
+        step.trace(params, *data)
