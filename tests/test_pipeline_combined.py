@@ -1,13 +1,16 @@
 """Pipeline where another pass has a say in the same thing: chunks of the loss, sums of gradients, ranges."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from tests import layered
 from tests.layered import PROGRAMS, of_layers
 from tests.test_pipeline import agree, graded, piped, run, slow, wanted
-from xform import Accumulate, ChunkedLoss, Plan, PlanError, parallelize
+from xform import Accumulate, ChunkedLoss, Plan, PlanError, Quantize, parallelize
 
 # ---------------------------------------------------------------- a loss in chunks
 
@@ -74,3 +77,50 @@ def test_the_schedule_says_when_gradients_are_summed() -> None:
     step = piped(graded(loss), Accumulate(steps=2, reduce="once"))
     with pytest.raises(PlanError, match=r"accumulate\.reduce = 'once': with pipeline .* leave it out"):
         step.trace(params, *data)
+
+
+# ---------------------------------------------------------------- ranges that are kept from step to step
+
+
+def kept(where: str, calibration: str = "delayed,3") -> tuple[Quantize, Any, Any]:
+    """Quantize that keeps the ranges of one weight's product; a training step, and its weights. The largest
+    number of a range is a code: with int8 it lies between two.
+    """
+    fields = ("activations", "weights", "gradients")
+    own = {"base": "fp8", **{f"{each}_calibration": calibration for each in fields}}
+
+    def loss(params: Any, tokens: Any) -> Any:
+        x = layered.through(layered.mlp, params["embedding"][tokens], layered.stacked(params))
+        return jnp.mean(layered.entropy(x @ params["head"], tokens))
+
+    def step(params: Any, tokens: Any) -> Any:
+        value, gradients = jax.value_and_grad(loss)(params, tokens)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, gradients), value
+
+    params = layered.weights(2, head=(layered.EMBED, layered.VOCAB))
+    return Quantize("none", rules={f"param:{where}": "own"}, recipes={"own": own}), step, params
+
+
+@pytest.mark.parametrize("calibration", ["delayed,3", "calibrated"])
+def test_layers_on_stages_keep_no_ranges(calibration: str) -> None:
+    quantize, step, params = kept("up", calibration)
+    said = r"range of 0\.mlpwi cannot be kept with pipeline .*layered\.py.* current scaling, int8"
+    with pytest.raises(PlanError, match=said):
+        piped(step, quantize).trace(params, layered.text())
+
+
+def test_the_head_keeps_its_ranges_through_the_schedule() -> None:
+    """Histories are those of microbatches without stages, to rounding."""
+    quantize, step, params = kept("head")
+    plan = Plan({}, [quantize, Accumulate(steps=4, dtype="")])
+    plain, mine = parallelize(step, plan, devices=jax.devices()[:1]), piped(step, quantize)
+    data = layered.text()
+    for fn in (plain, mine):
+        fn.trace(params, data)
+    one, other = plain.place(params), mine.place(params)
+    for _ in range(2):
+        (one, value), (other, same) = plain(one, data), mine(other, data)
+        agree(same, value)
+    assert one.kept.keys() == other.kept.keys() and len(one.kept) == 4
+    for path in one.kept:
+        agree(np.asarray(other.kept[path]), np.asarray(one.kept[path]))
