@@ -25,10 +25,13 @@ from xform.context import Context
 from xform.errors import Decline, PlanError
 from xform.memory import Trial
 from xform.pipeline import Pipelined, Shape
+from xform.pipeline.arrays import is_floating
 from xform.pipeline.choice import LAYERS, MICROBATCHES, Choice, best
+from xform.pipeline.cutting import Stack
 from xform.registry import unknown
 from xform.report import Report, amount
 from xform.schedules import SCHEDULES, Schedule, check, cost, make
+from xform.spmd.keeping import narrowed
 from xform.trace import Jaxpr, source_line
 
 
@@ -42,8 +45,8 @@ class Pipeline:
         some are compiled, and of those that fit the devices the one is taken that computes and copies least.
     repeats: chunks of layers a stage, for schedules that take several.
     delay: ticks that activations are under way beyond the next, for `gpipe` and `circular`.
-    dtype: in which gradients are added up over microbatches, "" for each gradient's own, or as Accumulate
-        says that is in the plan too.
+    dtype: in which gradients are added up over microbatches, or as Accumulate says that is in the plan too.
+        "" for that in which a layer has them: of weights that it casts first, the one that it casts to.
 
     A stack that the model has layer by layer is made a loop before (Roll), which the plan need not name.
     Raises PlanError where the mesh lacks the axis, where there is no stack or fewer layers than blocks, where
@@ -183,7 +186,12 @@ class Pipeline:
             f" to the next stage, {taken.permutes('previous')} to the one before",
         )
         if context.differentiated:
-            report.did("pipeline", "gradients are added up in " + (pipelined.dtype or "their own dtype"))
+            cast = ", ".join(sorted(_cast(stack)))
+            how = f"of weights that layers cast first, {cast}: pipeline.dtype names another" if cast else ""
+            if pipelined.dtype:
+                report.did("pipeline", f"gradients are added up in {pipelined.dtype}")
+            else:
+                report.did("pipeline", "gradients are added up in their own dtype", how)
         for nbytes, what in pipelined.travels():
             report.did("pipeline", f"{amount(nbytes)} travel with each microbatch", what)
         for other in pipelined.others:
@@ -193,6 +201,12 @@ class Pipeline:
 
 def _counted(n: int, what: str) -> str:
     return f"{n} {what}{'s' * (n != 1)}"
+
+
+def _cast(stack: Stack) -> set[str]:
+    """The dtypes to which layers cast weights of their own before anything else."""
+    rows: list[Any] = [v for v in stack.body.invars[sum(stack.parts) :] if is_floating(v.aval)]
+    return {str(dtype) for v in rows if (dtype := narrowed(stack.body, v)) != v.aval.dtype}
 
 
 def _sizes(layers: int, schedule: Schedule, line: str) -> tuple[int, ...]:

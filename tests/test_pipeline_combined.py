@@ -1,4 +1,4 @@
-"""Pipeline where another pass has a say in the same thing: chunks of the loss, sums of gradients, ranges."""
+"""Pipeline where another pass has a say in the same thing, and what its stages must not change."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests import layered
 from tests.layered import PROGRAMS, of_layers
-from tests.test_pipeline import agree, graded, piped, run, slow, wanted
+from tests.test_pipeline import agree, graded, piped, run, scheduled, slow, wanted
 from xform import Accumulate, ChunkedLoss, Plan, PlanError, Quantize, parallelize
 
 # ---------------------------------------------------------------- a loss in chunks
@@ -79,6 +79,55 @@ def test_the_schedule_says_when_gradients_are_summed() -> None:
         step.trace(params, *data)
 
 
+# ---------------------------------------------------------------- weights that layers cast
+
+
+def cast(x: Any, w: dict[str, Any]) -> Any:
+    """A layer whose matrices are in bfloat16 wherever they are used."""
+    up, down = (w[name].astype(jnp.bfloat16) for name in ("up", "down"))
+    h = layered.normed(x) * (1 + w["norm"])
+    return x + 0.5 * (jax.nn.silu(h.astype(jnp.bfloat16) @ up) @ down).astype(jnp.float32)
+
+
+def of_layers_like(layer: Any) -> Any:
+    def loss(params: Any, tokens: Any) -> Any:
+        x = layered.through(layer, params["embedding"][tokens], layered.stacked(params))
+        return layered.tied(params, x, tokens)
+
+    return graded(loss)
+
+
+def in_microbatches(step: Any, *args: Any) -> Any:
+    """On one device, gradients added up in float32."""
+    return parallelize(step, Plan({}, [Accumulate(steps=4)]), devices=jax.devices()[:1])(*args)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", slow("circular"), slow("zb-h1")])
+def test_gradients_of_cast_weights_are_those_of_microbatches_to_the_bit(schedule: str) -> None:
+    step, args = of_layers_like(cast), (layered.weights(4), layered.text())
+    _, found = run(piped(step, dtype="float32", **scheduled(schedule)), *args)
+    _, wanted = in_microbatches(step, *args)
+    for name in ("up", "down"):
+        np.testing.assert_array_equal(found[name], wanted[name], name)
+
+
+@pytest.mark.slow  # two programs
+def test_a_weight_that_one_use_casts_and_another_does_not_stays_as_it_is() -> None:
+    def layer(x: Any, w: Any) -> Any:
+        return cast(x, w) + 0.1 * jnp.tanh(x @ w["up"]) @ w["down"]
+
+    step, args = of_layers_like(layer), (layered.weights(2), layered.text())
+    mine = piped(step, schedule="1f1b")
+    agree(run(mine, *args), in_microbatches(step, *args))
+    assert "bfloat16" not in str(mine.trace(*args).report)
+
+
+def test_the_report_says_in_which_dtype_gradients_of_cast_weights_are_added_up() -> None:
+    report = piped(of_layers_like(cast)).trace(layered.weights(2), layered.text()).report
+    said = "their own dtype: of weights that layers cast first, bfloat16: pipeline.dtype names another"
+    assert said in str(report)
+
+
 # ---------------------------------------------------------------- ranges that are kept from step to step
 
 
@@ -109,6 +158,7 @@ def test_layers_on_stages_keep_no_ranges(calibration: str) -> None:
         piped(step, quantize).trace(params, layered.text())
 
 
+@pytest.mark.slow  # two training steps
 def test_the_head_keeps_its_ranges_through_the_schedule() -> None:
     """Histories are those of microbatches without stages, to rounding."""
     quantize, step, params = kept("head")
