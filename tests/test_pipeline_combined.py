@@ -174,3 +174,42 @@ def test_the_head_keeps_its_ranges_through_the_schedule() -> None:
     assert one.kept.keys() == other.kept.keys() and len(one.kept) == 4
     for path in one.kept:
         agree(np.asarray(other.kept[path]), np.asarray(one.kept[path]))
+
+
+# ---------------------------------------------------------------- what a stage makes of nothing
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", slow("1f1b"), slow("zb-h1"), slow("circular")])
+def test_layers_that_divide_by_what_data_leave_of_a_register(schedule: str) -> None:
+    """A stage without work has a register of one microbatch and the data of another, which leave nothing."""
+
+    def loss(params: Any, tokens: Any, seen: Any) -> Any:
+        @jax.checkpoint
+        def layer(x: Any, w: Any) -> Any:
+            size = jnp.sum(jnp.abs(x) * seen[..., None], (1, 2), keepdims=True)
+            return (x / size + jnp.tanh(x @ w + params["bias"])) * seen[..., None]
+
+        x = params["embedding"][tokens] * seen[..., None]
+        return layered.tied(params, layered.through(layer, x, params["norm"]), tokens)
+
+    square = (layered.EMBED, layered.EMBED)
+    params = layered.weights(4, bias=square[1:]) | {"norm": layered.weights(a=(4, *square))["a"]}
+    seen = np.float32((np.arange(layered.LENGTH) + np.arange(layered.BATCH)[:, None]) % 2)
+    args = params, layered.text(), seen
+    agree(run(piped(graded(loss), **scheduled(schedule)), *args), jax.jit(graded(loss))(*args))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", slow("zb-h1")])
+def test_a_layer_that_cannot_run_twice_stands_in_for_one_that_a_stage_lacks(schedule: str) -> None:
+    """The last of three layers makes negative numbers, and all have the logarithm of what they take."""
+
+    def loss(params: Any, tokens: Any) -> Any:
+        def layer(x: Any, w: Any) -> Any:
+            return jnp.where(w["last"] > 0, -x, x) + 0.1 * jnp.log(x) * (params["bias"] + w["norm"])
+
+        rows = {"norm": params["norm"], "last": np.float32([0, 0, 1])}
+        x = 2 + jnp.abs(params["embedding"][tokens])
+        return layered.tied(params, layered.through(layer, x, rows), tokens)
+
+    args = layered.weights(3, bias=(layered.EMBED,)), layered.text()
+    agree(run(piped(graded(loss), **scheduled(schedule)), *args), jax.jit(graded(loss))(*args))

@@ -197,7 +197,7 @@ class Chunks:
                 outs = inline(program, *kept, *rest, *cts)
                 moved, more = outs[: len(self.moving_floats)], outs[len(self.moving_floats) :]
                 if kind == "both":
-                    totals = self.added(totals, more, at, cols)
+                    totals = self.added(totals, more, at, cols, real if valid is None else real & valid)
                 else:
                     late = [_put(b, x, cols["late"], c) for b, x in zip(late, more, strict=True)]
                 return (self.passed(dz, passed, moved, valid), totals, late), None
@@ -238,7 +238,7 @@ class Chunks:
                 new[n] = typed(x if valid is None else _choose(valid, x, by[n]), by[n])
             else:
                 k = self.carried + self.layer.operands.riders[n - self.carried]
-                new[k] = new[k] + x
+                new[k] = new[k] + (x if valid is None else _choose(valid, x, jnp.zeros_like(x)))
         return [new[n] for n in self.floats]
 
     def weight(self, own: Own, cols: Mapping[str, Value], every: Mapping[str, Any]) -> Own:
@@ -252,26 +252,33 @@ class Chunks:
                 number = _at(own["layers"], at)
                 kept = [_slot(s, cols["saved"], c) for s in own["saved"]]
                 late = [_slot(s, cols["late"], c) for s in own["late"][k]]
-                late = [_choose(cols["kind"] > 0, x, jnp.zeros_like(x)) for x in late]
                 outs = inline(self.layer.weight, *kept, *self.rest(at, number, own, every, told), *late)
-                return self.added(totals, outs, at, cols), None
+                real = cols["kind"] > 0
+                real = real & _at(own["valid"], at) if self.placing.ragged else real
+                return self.added(totals, outs, at, cols, real), None
 
             totals, _ = _loop_out(one, own["totals"][k], self.placing.size)
             new["totals"] = replaced(new["totals"], k, totals)
         return new
 
     def added(
-        self, totals: Sequence[Value], more: Sequence[Value], at: Value, cols: Mapping[str, Value]
+        self,
+        totals: Sequence[Value],
+        more: Sequence[Value],
+        at: Value,
+        cols: Mapping[str, Value],
+        real: Value,
     ) -> list[Value]:
         """The gradients of what is wanted with those of one layer: those of rows at its row. Where chunks
-        take turns in a place, the first of one takes the place of the last one's sum.
+        take turns in a place, the first of one takes the place of the last one's sum. real: whether it is one
+        of the model, with work: else its cotangents are zero, but its gradients may be no numbers.
         """
         stacks = len(self.layer.rest) - len(self.layer.operands.rows)
         fresh = None if self.has_all else cols["fresh"] == 1
         return [
-            resident.accumulate(total, x, self.place(at), fresh=fresh)
+            resident.accumulate(total, x, self.place(at), real=real, fresh=fresh)
             if n >= stacks
-            else resident.accumulate(total, x)
+            else resident.accumulate(total, x, real=real)
             for n, total, x in zip(self.layer.wanted, totals, more, strict=True)
         ]
 
