@@ -26,15 +26,19 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}"
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
 
-from tests.test_pipeline import MESHES, PROGRAMS, SCHEDULED, graded, piped, scheduled  # noqa: E402
+from tests.test_pipeline import (  # noqa: E402
+    EXACT,
+    MESHES,
+    PROGRAMS,
+    SCHEDULED,
+    graded,
+    piped,
+    scheduled,
+    wide,
+)
 
-TOLERANCE = 1e-12  # of an array's largest entry
 CLEARED = 10
 """After so many pairs what was compiled is forgotten, which else fills the memory."""
-
-
-def wide(x: Any) -> Any:
-    return np.float64(x) if getattr(x, "dtype", None) == np.float32 else x
 
 
 @functools.cache
@@ -76,7 +80,7 @@ def main(arguments: list[str]) -> int:
         start = time.perf_counter()
         try:
             found = run(*pair)
-            said, ok = f"{found:.0e}", found <= TOLERANCE
+            said, ok = f"{found:.0e}", found <= EXACT
         except Exception as why:
             said, ok = (str(why).strip() or type(why).__name__).splitlines()[0], False
         bad += not ok
