@@ -57,6 +57,10 @@ class Accumulate:
     stages: ClassVar[tuple[str, ...]] = ("model", "step")
     after: ClassVar[tuple[str, ...]] = ("roll", "chunkedloss", "kernels", "quantize", "remat")
 
+    def cuts(self, rows: int) -> int:
+        """Into how many microbatches a batch is cut."""
+        return self.steps or max(rows // max(self.rows, 1), 1)
+
     def rewrite(self, jaxpr: Jaxpr, context: Context) -> Jaxpr:
         self._check()
         if context.stage == "step":
@@ -100,17 +104,23 @@ class Accumulate:
                 "accumulate: with pipeline in the plan, give steps: so many times as many microbatches go"
                 " through the stages"
             )
-        context.steps = self.steps
+        if self.reduce != "each":
+            raise PlanError(
+                f"accumulate.reduce = {self.reduce!r}: with pipeline in the plan, the schedule says when"
+                " gradients are summed over devices; leave it out: with shard.collectives = 'explicit' they"
+                " are summed when the last of them is there"
+            )
+        context.steps, context.sums = self.steps, self.dtype
         context.report.did(
             "accumulate",
             f"{self.steps} times as many microbatches go through the pipeline",
-            "their gradients are added up as pipeline.dtype says; accumulate.dtype and reduce are not used",
+            "the schedule says when their gradients are summed over devices",
         )
         return jaxpr
 
     def _split(self, size: int, found: Cut, context: Context) -> Split:
         groups = prod(context.mesh.shape[axis] for axis in self._axes(context))
-        steps = self.steps or max(size // self.rows, 1)
+        steps = self.cuts(size)
         whole, option = steps * groups, f"steps = {self.steps}"
         if self.rows:
             whole, option = steps * self.rows, f"rows = {self.rows}"

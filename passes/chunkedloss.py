@@ -50,7 +50,8 @@ BATCH_AXES = dict(MAXTEXT_RULES)["activation_batch"]
 class ChunkedLoss:
     """Options:
 
-    chunks: in how many parts the tokens go through the head and the loss.
+    chunks: in how many parts the tokens go through the head and the loss; of the batch, where it is that
+        which is cut, so many or a few more that each microbatch of the plan has whole ones.
     gather: where the mesh axes of the batch split the head's weight, "each" gathers it for every chunk, and
         sums its gradient over the devices for every chunk; "once" does both once, which takes the memory of
         the whole weight and its gradient; "auto": once, where that is less than the chunks save. Where Shard
@@ -88,11 +89,11 @@ class ChunkedLoss:
             line = getattr(why, "line", "") or head.line
             context.report.declined("chunkedloss", f"the head {head.what}", str(why), line)
             return jaxpr
-        logits = nbytes(head.eqn.outvars[0])
+        logits, steps = nbytes(head.eqn.outvars[0]), region.tokens.split.steps
         context.report.did(
             "chunkedloss",
-            f"the head {head.what} and the loss go through {self.chunks} chunks of the {axis}",
-            f"logits of {amount(logits / self.chunks)} at a time instead of {amount(logits)}",
+            f"the head {head.what} and the loss go through {steps} chunks of the {axis}",
+            f"logits of {amount(logits / steps)} at a time instead of {amount(logits)}",
             head.line,
         )
         run = (region.numbers, functools.partial(_chunked, region))
@@ -136,12 +137,13 @@ class ChunkedLoss:
             if size < self.chunks:
                 uneven.append(f"the {name} of {size}, fewer than chunks")
                 continue
-            if name == "batch" and size % (self.chunks * context.mesh.size):
-                why = f"{self.chunks} chunks of the batch of {size} leave devices of the mesh idle"
+            chunks = self._of_batch(size, context) if name == "batch" else self.chunks
+            if name == "batch" and size % (chunks * _devices(context)):
+                why = f"{chunks} chunks of the batch of {size} leave devices of the mesh idle"
                 reasons.append(Decline(why))
                 continue
             try:
-                split = Split(size, self.chunks)
+                split = Split(size, chunks)
                 region = Region(Batch(factors, split), head)
                 if not split.spare:
                     return name, region
@@ -155,6 +157,20 @@ class ChunkedLoss:
         if reasons:
             raise reasons[0]
         raise PlanError(f"chunkedloss.chunks = {self.chunks} does not divide {' nor '.join(uneven)}")
+
+    def _of_batch(self, rows: int, context: Context) -> int:
+        """As many chunks, or more where the plan has microbatches, so that each of these has whole ones."""
+        microbatches = context.microbatches(rows)
+        if microbatches == 1:
+            return self.chunks
+        least = -(-self.chunks // microbatches) * microbatches
+        fit = (n for n in range(least, rows + 1, microbatches) if rows % (n * _devices(context)) == 0)
+        return next(fit, least)
+
+
+def _devices(context: Context) -> int:
+    """Of the mesh, those that have rows of their own."""
+    return context.mesh.size // math.prod(context.mesh.shape.get(axis, 1) for axis in context.stage_axes)
 
 
 def _is_ours(eqn: JaxprEqn) -> bool:

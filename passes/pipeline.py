@@ -25,11 +25,14 @@ from xform.context import Context
 from xform.errors import Decline, PlanError
 from xform.memory import Trial
 from xform.pipeline import Pipelined, Shape
+from xform.pipeline.arrays import is_floating
 from xform.pipeline.balance import sizes_of
 from xform.pipeline.choice import LAYERS, MICROBATCHES, STACKS, Choice, best
+from xform.pipeline.cutting import Stack
 from xform.registry import unknown
 from xform.report import Report, amount
 from xform.schedules import SCHEDULES, Schedule, check, cost, make
+from xform.spmd.keeping import narrowed
 from xform.trace import Jaxpr, source_line
 
 
@@ -46,7 +49,8 @@ class Pipeline:
     ends: where what is before and after the layers is computed, embedding and head: `outside` of the stages,
         by all of them, the vocabulary over them; or on the first and the last of the `stages`, which then
         have fewer layers, while all have room for these weights.
-    dtype: in which gradients are added up over microbatches, "" for each gradient's own.
+    dtype: in which gradients are added up over microbatches, or as Accumulate says that is in the plan too.
+        "" for that in which a layer has them: of weights that it casts first, the one that it casts to.
 
     A stack that the model has layer by layer is made a loop before (Roll), which the plan need not name.
     Raises PlanError where the mesh lacks the axis, where there is no stack or fewer layers than blocks, where
@@ -70,6 +74,10 @@ class Pipeline:
         """The mesh axis that layers lie over, and nothing else but the vocabulary."""
         return self.axis
 
+    def cuts(self, rows: int) -> int:
+        """Into how many microbatches a batch is cut."""
+        return self.microbatches
+
     @property
     def vocabulary_axis(self) -> str:
         """The same axis, if the vocabulary lies over it."""
@@ -92,7 +100,7 @@ class Pipeline:
         if context.stage == "step":
             used = [True] * len(jaxpr.outvars)
             return partial_eval.dce_jaxpr(jaxpr, used, instantiate=True)[0]
-        schedule = self._schedule(context)
+        schedule, dtype = self._schedule(context), self._dtype(context)
         check(schedule)
         found = cut_along_batch(
             jaxpr,
@@ -104,7 +112,7 @@ class Pipeline:
         if isinstance(found, Placed):
             where = f" ({found.line})" if found.line else ""
             raise PlanError(f"pipeline: the batch cannot be cut into microbatches: {found}{where}")
-        pipelined = Pipelined(found, self.dtype, context.report)
+        pipelined = Pipelined(found, dtype, context.report)
         try:
             sizes = self._sizes(pipelined, schedule)
             pipelined.shape = Shape(context.mesh, self.axis, schedule, sizes, self._inside)
@@ -141,6 +149,17 @@ class Pipeline:
                 of = f"the mesh axis {self.axis!r} has" if what == "stages" else "pipeline.microbatches says"
                 raise PlanError(f"pipeline.schedule = {self.schedule!r} has {has} {what}, and {of} {wants}")
         return own
+
+    def _dtype(self, context: Context) -> str:
+        """In which gradients are added up; Accumulate in the plan has a say too."""
+        if context.sums is None or not self.dtype:
+            return context.sums or self.dtype
+        if context.sums != self.dtype:
+            raise PlanError(
+                f"pipeline.dtype = {self.dtype!r} and accumulate.dtype = {context.sums!r}: gradients are"
+                " added up in one of them; give both the same, or leave out pipeline.dtype"
+            )
+        return self.dtype
 
     @property
     def _inside(self) -> bool:
@@ -191,7 +210,12 @@ class Pipeline:
             f" to the next stage, {taken.permutes('previous')} to the one before",
         )
         if context.differentiated:
-            report.did("pipeline", "gradients are added up in " + (self.dtype or "their own dtype"))
+            cast = ", ".join(sorted({dtype for stack in stacks for dtype in _cast(stack)}))
+            how = f"of weights that layers cast first, {cast}: pipeline.dtype names another" if cast else ""
+            if pipelined.dtype:
+                report.did("pipeline", f"gradients are added up in {pipelined.dtype}")
+            else:
+                report.did("pipeline", "gradients are added up in their own dtype", how)
         for nbytes, what in pipelined.travels():
             report.did("pipeline", f"{amount(nbytes)} travel with each microbatch", what)
         for other in small:
@@ -201,6 +225,12 @@ class Pipeline:
 
 def _counted(n: int, what: str) -> str:
     return f"{n} {what}{'s' * (n != 1)}"
+
+
+def _cast(stack: Stack) -> set[str]:
+    """The dtypes to which layers cast weights of their own before anything else."""
+    rows: list[Any] = [v for v in stack.body.invars[sum(stack.parts) :] if is_floating(v.aval)]
+    return {str(dtype) for v in rows if (dtype := narrowed(stack.body, v)) != v.aval.dtype}
 
 
 def _layers(sizes: Sequence[int], schedule: Schedule) -> str:

@@ -98,7 +98,8 @@ class Quantize:
 
     def rewrite(self, jaxpr: Jaxpr, context: Context) -> Jaxpr:
         if context.stage == "step":
-            jaxpr, kept = with_kept_ranges(jaxpr, context.phase, context.report, context.returns)
+            staged = bool(context.stage_axes)
+            jaxpr, kept = with_kept_ranges(jaxpr, context.phase, context.report, context.returns, staged)
             context.keep(kept)
             return jaxpr
         products = self._products(jaxpr, context)

@@ -9,7 +9,7 @@ import pytest
 from tests import public
 from tests.layered import PROGRAMS
 from tests.test_pipeline import MESHES, agree, graded, piped, run, scheduled, slow, wanted
-from xform import Accumulate, ChunkedLoss, Kernels, Narrow, Pipeline, Plan, Quantize, Remat, Roll, check
+from xform import Accumulate, Kernels, Narrow, Pipeline, Plan, Quantize, Remat, Roll, check
 from xform.models import gpt2, llama
 
 # ---------------------------------------------------------------- what is kept, and what is done again
@@ -69,18 +69,6 @@ def test_quantized_products(schedule: str) -> None:
     step = piped(graded(loss), Quantize("int8", force=True), **scheduled(schedule))
     agree(run(step, params, *data), wanted("plain"), 0.05)
     assert "mlpwi: int8 activations, int8 weights, int8 gradients" in str(step.trace(params, *data).report)
-
-
-@pytest.mark.slow  # a loop in the end of each microbatch
-def test_a_loss_in_chunks_of_the_length() -> None:
-    loss, params, data = PROGRAMS["untied"]()
-    agree(run(piped(graded(loss), ChunkedLoss(chunks=5), schedule="1f1b"), params, *data), wanted("untied"))
-
-
-@pytest.mark.xfail(strict=True, reason="rows of a chunk lie side by side, those of a microbatch apart")
-def test_a_loss_in_chunks_of_the_batch() -> None:
-    loss, params, data = PROGRAMS["untied"]()
-    piped(graded(loss), ChunkedLoss(chunks=4)).trace(params, *data)
 
 
 @pytest.mark.slow  # eight microbatches

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
+from math import prod
 from typing import Any, Literal
 
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -57,7 +58,9 @@ class Context:
     own. keeper: the argument that they are part of; returns: whether the function returns it. model: the
     number of the function that is differentiated, at the model stage. stage_axes: the mesh axes that layers
     lie over as stages, so that no rows do; vocabulary_axes: those of them that the vocabulary lies over.
-    steps: how often Accumulate has them all go through.
+    steps: how often Accumulate has them all go through; sums: in which dtype it has gradients added up, None
+    where it is not in the plan. cuts: of each pass that cuts the batch into microbatches, into how many it
+    does one of so many rows.
     """
 
     stage: Stage
@@ -85,6 +88,8 @@ class Context:
     stage_axes: tuple[str, ...] = ()
     vocabulary_axes: tuple[str, ...] = ()
     steps: int = 1
+    sums: str | None = None
+    cuts: tuple[Callable[[int], int], ...] = ()
     _roles: tuple[Jaxpr, Roles] | None = None
 
     def __post_init__(self) -> None:
@@ -103,6 +108,10 @@ class Context:
         self.in_shardings = [*self.in_shardings, *whole]
         self.out_shardings = [*self.out_shardings, *whole]
         self.reasons.update((k.path, "kept from step to step: lies whole on every device") for k in more)
+
+    def microbatches(self, rows: int) -> int:
+        """Into how many microbatches the plan cuts a batch of so many rows."""
+        return prod(cut(rows) for cut in self.cuts)
 
     def roles(self, jaxpr: Jaxpr) -> Roles:
         """The axes of `jaxpr` and their roles; analysed once for the same program."""

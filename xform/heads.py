@@ -135,7 +135,7 @@ class Region:
         while True:
             wide = {v for i in numbers for v in self.jaxpr.eqns[i].outvars if self._is_wide(v)}
             more = {i for i, eqn in enumerate(self.jaxpr.eqns) if wide & set(self._read(eqn))}
-            for i in numbers | more:
+            for i in (numbers | more) - {self.head.number}:  # not what makes the hidden states
                 reads = self._read(self.jaxpr.eqns[i])
                 more |= {self.made[v] for v in reads if v in self.made and self._is_wide(v)}
             if more <= numbers:

@@ -8,6 +8,7 @@ cotangent of what is the same for all is a sum over them. A rule that does anyth
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import jax
@@ -23,34 +24,38 @@ Analyse = Callable[..., Any]
 
 def _alone(jaxpr: Jaxpr, inputs: Sequence[State], case: Case, analyse: Analyse) -> Any:
     """A program that stands nowhere in the analysed one, with its own axes."""
-    axes = find_axes(jaxpr)
-    whole = case.split.whole
+    axes, size = find_axes(jaxpr), case.batch.size
     seeds = [(axes.root.raw[v], s) for v, s in zip(jaxpr.invars, inputs, strict=True) if s.is_rows]
     if not seeds:
         return analyse(jaxpr, inputs, axes.root, Batch((), case.split, in_rule=True), case.folded)
-    for shape, s in seeds:
-        if s.inner > 1:
-            axes.split(shape, s.dim, (whole, s.inner))
-    first, at = seeds[0][0][seeds[0][1].dim], _factors(axes.dims(seeds[0][0])[seeds[0][1].dim], whole)
+    entries = [prod(f.size for f in axes.dims(shape)[s.dim]) for shape, s in seeds]
+    majors = [n // (size * s.inner) for n, (_, s) in zip(entries, seeds, strict=True)]
+    for (shape, s), major in zip(seeds, majors, strict=True):
+        if s.inner > 1 or major > 1:
+            axes.split(shape, s.dim, [n for n in (major, size, s.inner) if n > 1])
+    (start, s), *others = seeds
+    first, at = start[s.dim], _factors(axes.dims(start)[s.dim], majors[0], size)
     if at is None:
         raise Mixes("the rule of its derivative takes rows of the batch apart")
-    for shape, s in seeds[1:]:
-        if s.inner == seeds[0][1].inner:
-            axes.factors.tie_dim(first, shape[s.dim])
+    for (shape, other), major in zip(others, majors[1:], strict=True):
+        if (other.inner, major) == (s.inner, majors[0]):
+            axes.factors.tie_dim(first, shape[other.dim])
     axes._forget()
-    at = _factors(axes.dims(seeds[0][0])[seeds[0][1].dim], whole)
+    at = _factors(axes.dims(start)[s.dim], majors[0], size)
     assert at is not None
     return analyse(jaxpr, inputs, axes.root, Batch(at, case.split, in_rule=True), case.folded)
 
 
-def _factors(dim: Any, whole: int) -> Any:
-    size, found = 1, []
+def _factors(dim: Any, major: int, size: int) -> Any:
+    """The factors of an axis of this size, after `major` entries; None where none are."""
+    before, found = 1, []
     for f in dim:
-        if size == whole:
+        if before >= major * size:
             break
-        size *= f.size
-        found.append(f)
-    return tuple(found) if size == whole else None
+        if before >= major:
+            found.append(f)
+        before *= f.size
+    return tuple(found) if prod(f.size for f in found) == size else None
 
 
 def custom_jvp(case: Case, analyse: Analyse) -> Outcome:

@@ -89,11 +89,14 @@ def reshape(case: Case) -> Outcome:
         return case.everywhere(state)
     if case.params["dimensions"] is not None:
         raise Mixes("rows are transposed by a reshape")
-    whole, before = case.split.whole, prod(case.shape(0)[: state.dim])
+    size, n = case.batch.size, case.shape(0)[state.dim]
+    before = prod(case.shape(0)[: state.dim]) * (n // (size * state.inner))  # entries before the rows
     for d, n in enumerate(sizes):
-        if prod(sizes[:d]) == before and n >= whole:
-            if n % whole == 0:
-                out = rows(d, n // whole)
+        first = prod(sizes[:d])
+        major = before // first
+        if first * major == before and n >= major * size and (major == 1 or case.batch.is_minor):
+            if n % (major * size) == 0:
+                out = rows(d, n // (major * size))
                 return with_params(case, out, new_sizes=case.split.small(sizes, out))
             break
     raise Mixes(f"rows of the batch are taken apart by a reshape to {tuple(sizes)}")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any, Literal
 
 import jax
@@ -103,7 +104,7 @@ class Split:
 
     def part(self, n: int) -> int:
         """Of n entries along the rows, how many a group of a microbatch has."""
-        return n // self.whole * self.rows
+        return n // self.whole * self.rows if self.spare else n // self.parts
 
     @property
     def lead(self) -> tuple[int, ...]:
@@ -123,17 +124,18 @@ class Split:
             last = jax.lax.slice_in_dim(x, whole[d] - state.inner, whole[d], axis=d)
             x = jnp.concatenate([x, *[last] * self.spare], d)
         shape = x.shape
-        split = jnp.reshape(x, (*shape[:d], self.groups, self.rows, self.steps, state.inner, *shape[d + 1 :]))
+        own = shape[d] // (self.parts * state.inner)
+        split = jnp.reshape(x, (*shape[:d], self.groups, own, self.steps, state.inner, *shape[d + 1 :]))
         front = jnp.moveaxis(split, (d + 2, d), (0, 1))
         return front.reshape(*self.lead, *self.small(whole, state))
 
     def together(self, x: Value, state: State) -> Value:
         """The whole batch of what the microbatches gave, [steps, groups, ...]."""
         d, shape = state.dim, x.shape[len(self.lead) :]
-        split = jnp.reshape(x, (self.steps, self.groups, *shape[:d], self.rows, state.inner, *shape[d + 1 :]))
+        own = shape[d] // state.inner
+        split = jnp.reshape(x, (self.steps, self.groups, *shape[:d], own, state.inner, *shape[d + 1 :]))
         back = jnp.moveaxis(split, (0, 1), (d + 2, d))
-        size = self.rows * self.parts * state.inner
-        back = back.reshape(*shape[:d], size, *shape[d + 1 :])
+        back = back.reshape(*shape[:d], self.parts * shape[d], *shape[d + 1 :])
         return jax.lax.slice_in_dim(back, 0, self.whole * state.inner, axis=d) if self.spare else back
 
 
@@ -181,7 +183,8 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Which axis the batch is: its factors, major to minor.
+    """Which axis the batch is: its factors, major to minor; or the minor ones alone, where their size is a
+    multiple of the microbatches, which then tell these apart as well. Row r is in microbatch r % steps.
 
     in_rule: in the rule of a derivative, where functions with a rule are no more than their bodies.
     """
@@ -190,15 +193,27 @@ class Batch:
     split: Split
     in_rule: bool = False
 
+    @property
+    def size(self) -> int:
+        """Of the axis: fewer than there are rows where it is the minor part of the batch."""
+        return prod(f.size for f in self.factors)
+
+    @property
+    def is_minor(self) -> bool:
+        """Whether the rows have a major part too, which is as any other axis."""
+        return self.size < self.split.whole
+
     def of(self, scope: Scope, v: Var) -> State:
         """`rows` where the variable has a dimension of the batch, else `same`. Raises Mixes for any other."""
         found = []
         for d, dim in enumerate(scope[v]):
             if set(self.factors) & set(dim):
                 n = len(self.factors)
-                if dim[:n] != self.factors:
+                at = dim.index(self.factors[0]) if self.is_minor and self.factors[0] in dim else 0
+                if dim[at : at + n] != self.factors:
                     raise Mixes("the batch is not the major part of a dimension")
-                found.append(rows(d, shape_of(v)[d] // self.split.whole))
+                major = prod(f.size for f in dim[:at])
+                found.append(rows(d, shape_of(v)[d] // (major * self.size)))
         if len(found) > 1:
             raise Mixes("every row meets every other")
         return found[0] if found else SAME

@@ -21,10 +21,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 
-STACKED, ROOM, TOGETHER, ACCUMULATOR, PLACE, ACCUMULATE, BEGUN, SETTLED = (
+STACKED, ROOM, TOGETHER, ACCUMULATOR, PLACE, ACCUMULATE, CHOSEN, BEGUN, SETTLED = (
     f"resident_{name}"
-    for name in ("stacked", "room", "together", "accumulator", "place", "accumulate", "begun", "settled")
+    for name in (
+        *("stacked", "room", "together", "accumulator", "place"),
+        *("accumulate", "chosen", "begun", "settled"),
+    )
 )
+
+FLAGS = {ACCUMULATE: 0, CHOSEN: 1, BEGUN: 2}
+"""How many operands of a call that adds up are flags, `real` and `fresh`, between what is added and where."""
 
 
 def stacked(w: Any) -> Any:
@@ -68,24 +74,32 @@ def accumulator(w: Any, dtype: Any, begun: bool = True) -> Any:
     return jax.jit(resident_accumulator if begun else resident_place)(w)
 
 
-def accumulate(total: Any, x: Any, *at: Any, fresh: Any = None) -> Any:
-    """The terms with x added at these numbers of the first dimensions. x: total's shape without them. fresh:
-    whether it is the first there, and takes the place of what is there.
+def accumulate(total: Any, x: Any, *at: Any, real: Any = None, fresh: Any = None) -> Any:
+    """The terms with x added at these numbers of the first dimensions. x: total's shape without them. real:
+    whether x is anything; else nothing is added, whatever its numbers are. fresh: whether it is the first
+    there, and takes the place of what is there.
     """
 
     def resident_accumulate(total: Any, x: Any, *at: Any) -> Any:
         return added(total, x, *at)
 
-    def resident_begun(total: Any, x: Any, fresh: Any, *at: Any) -> Any:
-        return added(total, x, *at, fresh=fresh)
+    def resident_chosen(total: Any, x: Any, real: Any, *at: Any) -> Any:
+        return added(total, x, *at, real=real)
 
-    if fresh is None:
+    def resident_begun(total: Any, x: Any, real: Any, fresh: Any, *at: Any) -> Any:
+        return added(total, x, *at, real=real, fresh=fresh)
+
+    if real is None:
         return jax.jit(resident_accumulate)(total, x, *at)
-    return jax.jit(resident_begun)(total, x, fresh, *at)
+    if fresh is None:
+        return jax.jit(resident_chosen)(total, x, real, *at)
+    return jax.jit(resident_begun)(total, x, real, fresh, *at)
 
 
-def added(total: Any, x: Any, *at: Any, fresh: Any = None) -> Any:
-    """total[at] += x, or where `fresh`, total[at] = x."""
+def added(total: Any, x: Any, *at: Any, real: Any = None, fresh: Any = None) -> Any:
+    """total[at] += x, or where `fresh`, total[at] = x; with zero for x where it is not `real`."""
+    if real is not None:
+        x = jax.lax.select(jnp.broadcast_to(real, x.shape), x, jnp.zeros_like(x))
     if not at:
         return total + x.astype(total.dtype)
     start = (*at, *[np.int32(0)] * (total.ndim - len(at)))

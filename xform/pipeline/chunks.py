@@ -326,7 +326,6 @@ class Turns:
             def run(totals: Any) -> Any:
                 kept = [_slot(s, self.saved(cols), c) for s in own["saved"][self.index]]
                 waited = [_slot(s, self.late(cols), c) for s in late]
-                waited = [_choose(cols["kind"] > 0, x, jnp.zeros_like(x)) for x in waited]
                 outs = inline(self.layer.weight, *kept, *self.rest(turn, own, cols, every), *waited)
                 return self.added(totals, outs, turn, cols)
 
@@ -338,13 +337,14 @@ class Turns:
         self, totals: Sequence[Value], more: Sequence[Value], turn: Turn, cols: Mapping[str, Value]
     ) -> list[Value]:
         """The gradients of what is wanted with those of one layer: those of rows at its row. Where chunks
-        take turns in a place, the first of one takes the place of the last one's sum.
+        take turns in a place, the first of one takes the place of the last one's sum. A stage without work
+        adds nothing: its cotangents are zero, but its gradients may be no numbers.
         """
-        fresh = cols["fresh"] == 1 if self.resident else None
+        real, fresh = cols["kind"] > 0, cols["fresh"] == 1 if self.resident else None
         return [
-            resident.accumulate(total, x, self.place(turn, cols), fresh=fresh)
+            resident.accumulate(total, x, self.place(turn, cols), real=real, fresh=fresh)
             if n >= self.layer.first_row
-            else resident.accumulate(total, x)
+            else resident.accumulate(total, x, real=real)
             for n, total, x in zip(self.layer.wanted, totals, more, strict=True)
         ]
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from xform.higher_order import equations
 from xform.ops.marks import SIDES, Mark, mark_of
-from xform.quantization.places import Place, places_in
+from xform.quantization.places import Place, check_stages, places_in
 from xform.quantization.threaded import HANDLERS, Walk
 from xform.report import Report, amount
 from xform.state.kept import Kept, Phase
@@ -27,16 +27,19 @@ from xform.trace import Jaxpr, ShapedArray, Value, trace_flat, without_dead
 
 
 def with_kept_ranges(
-    jaxpr: Jaxpr, phase: Phase, report: Report, returns: bool = True
+    jaxpr: Jaxpr, phase: Phase, report: Report, returns: bool = True, staged: bool = False
 ) -> tuple[Jaxpr, list[Kept]]:
     """The step with its ranges from the state, and what it keeps: its last inputs and results. Itself where
-    it keeps none. returns: whether what is kept comes back to the next call.
+    it keeps none. returns: whether what is kept comes back to the next call. staged: whether layers are
+    stages of a pipeline.
 
     Raises PlanError for a range that cannot be told to its product, with the line.
     """
     if not any(mark_of(eqn) is not None for eqn in equations(jaxpr)):
         return jaxpr, []
     jaxpr = without_dead(jaxpr)
+    if staged:
+        check_stages(jaxpr)
     measures = phase == "measure"
     found = places_in(jaxpr, HANDLERS, measures)
     marks = sorted({place.mark for place in found}, key=_order)

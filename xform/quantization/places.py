@@ -8,7 +8,7 @@ from typing import Any
 
 from xform.errors import PlanError
 from xform.flops import AGAIN
-from xform.higher_order import OPAQUE, READ, bodies
+from xform.higher_order import OPAQUE, READ, bodies, equations
 from xform.ops.marks import FORWARD, Mark, mark_of
 from xform.rewrite import Path
 from xform.trace import Jaxpr, JaxprEqn, name_stack, source_line
@@ -44,6 +44,21 @@ def places_in(jaxpr: Jaxpr, entered: Collection[str], measures: bool) -> list[Pl
         return measures != bool(place.mark.steps) and not (place.again and place.mark in first)
 
     return [dataclasses.replace(place, measures=kept(place)) for place in found]
+
+
+def check_stages(jaxpr: Jaxpr) -> None:
+    """Raises PlanError for a range of layers that are stages of a pipeline: which layer's it is follows from
+    a table there, not from the turn of a loop.
+    """
+    regions = (eqn for eqn in equations(jaxpr) if eqn.primitive.name == "shard_map")
+    inside = (each for region in regions for body in bodies(region) for each in equations(body))
+    if (found := next(((m, e) for e in inside if (m := mark_of(e)) is not None), None)) is not None:
+        mark, eqn = found
+        raise PlanError(
+            f"quantize: the range of {mark.key} cannot be kept with pipeline in the plan, whose stages run"
+            f" its layer ({source_line(eqn)}); {_RULE}: current scaling, int8 or fp8, works there, and"
+            " products before and after the layers may keep theirs"
+        )
 
 
 def _found(

@@ -57,11 +57,12 @@ def accumulator(walk: Walk, eqn: JaxprEqn, vals: list[Val]) -> list[Val]:
 
 
 def accumulate(walk: Walk, eqn: JaxprEqn, vals: list[Val]) -> list[Val]:
-    total, x, *at = vals
-    fresh = walk.whole(at.pop(0)) if eqn.params["name"] == resident.BEGUN else None
+    total, x, *others = vals
+    count = resident.FLAGS[eqn.params["name"]]
+    flags, at = [*map(walk.whole, others[:count]), None, None], others[count:]
     laid = total.laid if total.make is None else walk.settled(total)
     more = terms_of(walk, x, Laid(laid.dims[len(at) :], laid.partial))
-    made = resident.added(walk.get(total, laid), more, *map(walk.whole, at), fresh=fresh)
+    made = resident.added(walk.get(total, laid), more, *map(walk.whole, at), real=flags[0], fresh=flags[1])
     val = walk.held(made, total.aval, laid)
     val.terms = val.gradient = bool(laid.partial)
     return [val]
@@ -79,8 +80,7 @@ _BY_NAME: dict[str, Callable[[Walk, JaxprEqn, list[Val]], list[Val]]] = {
     resident.TOGETHER: together,
     resident.ACCUMULATOR: accumulator,
     resident.PLACE: accumulator,
-    resident.ACCUMULATE: accumulate,
-    resident.BEGUN: accumulate,
+    **dict.fromkeys(resident.FLAGS, accumulate),
     resident.SETTLED: settled,
     resident.STACKED: lambda walk, eqn, vals: vals,
 }

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from xform.ops.resident import ACCUMULATE, BEGUN
+from xform.ops.resident import FLAGS
 from xform.sharding.layout import entry_axes
 from xform.spmd.layout import Laid, Piece
 from xform.trace import Jaxpr, JaxprEqn, Var, shape_of
@@ -120,7 +120,7 @@ def waiting(jaxpr: Jaxpr, results: Sequence[bool] = ()) -> frozenset[Var]:
     uses.update(v for v in jaxpr.outvars if isinstance(v, Var))
     found = {v for v, waits in zip(jaxpr.outvars, results, strict=False) if waits and isinstance(v, Var)}
     for eqn in reversed(jaxpr.eqns):
-        if eqn.params.get("name") in (ACCUMULATE, BEGUN):
+        if eqn.params.get("name") in FLAGS:
             found.update(v for v in eqn.invars[1:2] if isinstance(v, Var))
         elif eqn.primitive.name in _LINEAR and eqn.outvars[0] in found:
             found.update(v for v in eqn.invars if isinstance(v, Var))
