@@ -26,6 +26,7 @@ from xform.errors import Decline, PlanError
 from xform.memory import Trial
 from xform.pipeline import Pipelined, Shape
 from xform.pipeline.choice import LAYERS, MICROBATCHES, Choice, best
+from xform.pipeline.ticks import run_of
 from xform.registry import unknown
 from xform.report import Report, amount
 from xform.schedules import SCHEDULES, Schedule, check, cost, make
@@ -43,6 +44,8 @@ class Pipeline:
     repeats: chunks of layers a stage, for schedules that take several.
     delay: ticks that activations are under way beyond the next, for `gpipe` and `circular`.
     dtype: in which gradients are added up over microbatches, "" for each gradient's own.
+    prefetch: where a stage's chunks take turns, whether the next one's weights come together, and the last
+        one's gradients are summed over devices, beside a tick of the one that runs.
 
     A stack that the model has layer by layer is made a loop before (Roll), which the plan need not name.
     Raises PlanError where the mesh lacks the axis, where there is no stack or fewer layers than blocks, where
@@ -55,6 +58,7 @@ class Pipeline:
     repeats: int = 1
     delay: int = 0
     dtype: Literal["float32", "bfloat16", "float16", ""] = ""
+    prefetch: bool = False
 
     stages: ClassVar[tuple[str, ...]] = ("model", "step")
     after: ClassVar[tuple[str, ...]] = ("roll", "chunkedloss", "kernels", "quantize", "remat", "accumulate")
@@ -98,7 +102,7 @@ class Pipeline:
         try:
             stack = pipelined.stack
             sizes = _sizes(stack.layers, schedule, source_line(stack.eqn))
-            pipelined.shape = Shape(context.mesh, self.axis, schedule, sizes)
+            pipelined.shape = Shape(context.mesh, self.axis, schedule, sizes, self.prefetch)
             self._tell(pipelined, context)
             return pipelined.whole(jaxpr, "pipeline")
         except Decline as why:
@@ -143,6 +147,19 @@ class Pipeline:
             raise divided(option, size, 1, found, paths, fit)
         return Split(size, schedule.microbatches)
 
+    def _tell_prefetched(self, schedule: Schedule, line: str, report: Report) -> None:
+        windows = run_of(schedule, prefetch=True).windows
+        if len(windows) == 1:
+            why = f"the schedule {schedule.name} wants the weights of all of a stage's chunks at once"
+            return report.declined("pipeline", "prefetch", why, line)
+        early, late = (sum(len(window.chunks[n]) for window in windows) for n in (2, 3))
+        report.did(
+            "pipeline",
+            "the next chunk's weights come together beside a tick of this one's",
+            f"{_counted(early, 'time')}; gradients are summed so {_counted(late, 'time')}",
+            line,
+        )
+
     def _tell(self, pipelined: Pipelined, context: Context) -> None:
         schedule, report, stack = pipelined.shape.schedule, context.report, pipelined.stack
         line, sizes = source_line(stack.eqn), pipelined.shape.sizes
@@ -166,6 +183,8 @@ class Pipeline:
             f"a stage keeps at most {max(taken.alive)} inputs of a chunk; {taken.permutes('next')} ticks send"
             f" to the next stage, {taken.permutes('previous')} to the one before",
         )
+        if self.prefetch:
+            self._tell_prefetched(schedule, line, report)
         if context.differentiated:
             report.did("pipeline", "gradients are added up in " + (self.dtype or "their own dtype"))
         for nbytes, what in pipelined.travels():

@@ -192,24 +192,43 @@ class _Sweep:
 
     def windows(self, group: Sequence[Window], state: Any) -> Any:
         """Windows that are alike: what is fetched, the ticks, what is flushed."""
-        rounds = self.setting.runs.rounds(group[0].start, group[0].stop)
-        columns = _stacked([self.rounds(rounds, window.start - group[0].start) for window in group])
-        fetch = np.asarray([window.fetch for window in group], np.int32)
-        flush = np.asarray([window.flush for window in group], np.int32)
+        start, stop = group[0].start, group[0].stop
+        first = Round((Phase(start, 1, 1),), 1)
+        beside = [first] if group[0].early or group[0].late else []
+        rounds = self.setting.runs.rounds(start + len(beside), stop)
+        numbers = _stacked([[[np.int32(n) for n in some] for some in window.chunks] for window in group])
+        columns = _stacked([self.rounds([*beside, *rounds], window.start - start) for window in group])
 
         def turn(state: Any, xs: Any) -> tuple[Any, None]:
-            columns, fetch, flush = xs
-            for n in range(fetch.shape[0]):
-                state = self.weights.fetched(state, fetch[n])
-            for each, cols in zip(rounds, columns, strict=True):
+            columns, (fetch, flush, early, late) = xs
+            for chunk in fetch:
+                state = self.weights.fetched(state, chunk)
+            if beside:
+                state = self.beside(first, columns[0], early, late, state)
+            for each, cols in zip(rounds, columns[len(beside) :], strict=True):
                 state = self.round(each, cols, state)
-            for n in range(flush.shape[0]):
-                state = self.weights.flushed(state, flush[n])
+            for chunk in flush:
+                state = self.weights.flushed(state, chunk)
             return state, None
 
+        xs = (columns, numbers)
         if len(group) == 1:
-            return turn(state, (_first(columns), fetch[0], flush[0]))[0]
-        return jax.lax.scan(turn, state, (columns, fetch, flush))[0]
+            return turn(state, _first(xs))[0]
+        return jax.lax.scan(turn, state, xs)[0]
+
+    def beside(self, first: Round, columns: Any, early: Leaves, late: Leaves, state: Any) -> Any:
+        """A tick, and beside it weights of chunks for later, and the sums of gradients of earlier ones."""
+        brought = [self.weights.brought(chunk) for chunk in early]
+        terms = [self.weights.terms(state, chunk) for chunk in late]
+        for each in terms:
+            state = self.weights.read(state, each)
+        state = self.round(first, columns, state)
+        there = jax.tree.leaves([state["own"].get(name) for name in ("register", "register_back")])
+        for chunk, rows in zip(early, brought, strict=True):
+            state = self.weights.placed(state, chunk, [resident.after(x, there) for x in rows])
+        for chunk, each in zip(late, terms, strict=True):
+            state = self.weights.summed(state, chunk, each)
+        return state
 
     def rounds(self, rounds: Sequence[Round], later: int) -> Any:
         """The numbers of rounds, so many ticks later."""

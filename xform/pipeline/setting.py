@@ -22,12 +22,15 @@ from xform.trace import Jaxpr, Value, Var
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """The axis of the stages in the mesh, the schedule, and how many layers each of its blocks has."""
+    """The axis of the stages in the mesh, the schedule, how many layers each of its blocks has, and whether
+    weights come together beside ticks.
+    """
 
     mesh: Mesh
     axis: str
     schedule: Schedule
     sizes: tuple[int, ...]
+    prefetch: bool = False
 
     @property
     def stages(self) -> int:
@@ -73,7 +76,8 @@ class Setting:
 
     @functools.cached_property
     def runs(self) -> Run:
-        return run_of(self.shape.schedule if self.pulls else forward_only(self.shape.schedule))
+        schedule = self.shape.schedule if self.pulls else forward_only(self.shape.schedule)
+        return run_of(schedule, self.shape.prefetch)
 
     @functools.cached_property
     def placing(self) -> Placing:

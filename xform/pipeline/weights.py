@@ -90,32 +90,58 @@ class Weights:
 
     def fetched(self, state: Any, chunk: Value) -> Any:
         """A chunk's weights come together, in their place."""
-        size, place = (
-            self.setting.placing.size,
-            chunk % self.setting.runs.resident * self.setting.placing.size,
-        )
+        return self.placed(state, chunk, self.brought(chunk))
+
+    def brought(self, chunk: Value) -> list[Value]:
+        """A chunk's weights, together."""
+        size = self.setting.placing.size
+        return [
+            resident.together(narrowed(rows_at(x, chunk * size, size), held.dtype))
+            for held, x in zip(self.held, self.apart, strict=True)
+        ]
+
+    def placed(self, state: Any, chunk: Value, rows: Sequence[Value]) -> Any:
+        """The weights of a chunk in their place."""
         weights = [
-            put_rows(held, resident.together(narrowed(rows_at(x, chunk * size, size), held.dtype)), place)
-            for held, x in zip(state["own"]["weights"], self.apart, strict=True)
+            put_rows(held, x, self.place(chunk))
+            for held, x in zip(state["own"]["weights"], rows, strict=True)
         ]
         return {**state, "own": {**state["own"], "weights": weights}}
 
+    def place(self, chunk: Value) -> Value:
+        """The first row of a chunk, of those that are there."""
+        return chunk % self.setting.runs.resident * self.setting.placing.size
+
     def flushed(self, state: Any, chunk: Value) -> Any:
         """A chunk's gradients are summed over devices; the next one's take their place when they come."""
-        size, place = (
-            self.setting.placing.size,
-            chunk % self.setting.runs.resident * self.setting.placing.size,
-        )
-        own, every = state["own"], dict(state["every"])
-        for k in range(len(self.setting.pulls)):
-            totals, whole = list(own["totals"][k]), list(every["whole"][k])
-            for j, n in enumerate(self.setting.stacked_wants):
-                like = self.apart[n - self.setting.first_row]
-                at = self.setting.layer.wanted.index(n)
-                sums = resident.settled(rows_at(totals[at], place, size), rows_at(like, chunk * size, size))
-                whole[j] = put_rows(whole[j], sums, chunk * size)
+        return self.summed(state, chunk, self.terms(state, chunk))
+
+    def terms(self, state: Any, chunk: Value) -> list[list[Value]]:
+        """A chunk's gradients as each device has them, by stream."""
+        size, wanted = self.setting.placing.size, self.setting.layer.wanted
+        return [
+            [rows_at(totals[wanted.index(n)], self.place(chunk), size) for n in self.setting.stacked_wants]
+            for totals in state["own"]["totals"]
+        ]
+
+    def read(self, state: Any, terms: Sequence[list[Value]]) -> Any:
+        """Sums that nothing is added to before these terms of them are read."""
+        totals = [
+            [resident.after(total, xs) for total in totals]
+            for totals, xs in zip(state["own"]["totals"], terms, strict=True)
+        ]
+        return {**state, "own": {**state["own"], "totals": totals}}
+
+    def summed(self, state: Any, chunk: Value, terms: Sequence[list[Value]]) -> Any:
+        """A chunk's gradients are summed over devices."""
+        size, every = self.setting.placing.size, dict(state["every"])
+        for k, xs in enumerate(terms):
+            whole = list(every["whole"][k])
+            for j, (n, x) in enumerate(zip(self.setting.stacked_wants, xs, strict=True)):
+                like = rows_at(self.apart[n - self.setting.first_row], chunk * size, size)
+                whole[j] = put_rows(whole[j], resident.settled(x, like), chunk * size)
             every["whole"] = replaced(every["whole"], k, whole)
-        return {"own": own, "every": every}
+        return {**state, "every": every}
 
     # In the end
 
