@@ -144,10 +144,8 @@ class Kernels:
         rule = Rotations(self.where)
         new = rewrite(jaxpr, rule, context.report, "kernels")
         for line, times in Counter(rule.lines).items():
-            what = "halves of heads that are rotated into each other"
-            context.report.did(
-                "kernels", f"{what}, by a product ({times} times in the program)", "exact", line
-            )
+            what = "halves of heads that are rotated into each other, by a product"
+            context.report.did("kernels", what, f"exact; {times} in the program", line)
         return new
 
     def finish(self, jaxpr: Jaxpr, context: Context) -> Jaxpr:

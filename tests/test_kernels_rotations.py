@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from xform import Kernels, Plan, parallelize, topologies
 from xform.higher_order import equations
 from xform.kernels.rotations import Rotations
 from xform.rewrite import rewrite
@@ -90,3 +91,14 @@ def test_halves_that_are_put_together_in_other_ways_stay() -> None:
 
     before, after = changed(joined, *operands())
     assert halves(after) == halves(before)
+
+
+@pytest.mark.slow  # loads the TPU's compiler
+def test_a_step_for_a_tpu_takes_no_head_apart_and_one_for_a_cpu_does() -> None:
+    topologies.prepare_environment()
+    args = operands()
+    for devices, taken in ((topologies.parse("v5e-4").devices(), False), (jax.devices()[:4], True)):
+        step = parallelize(graded(turned), Plan({"data": 4}, [Kernels()]), devices=devices)
+        program = step.trace(*args)
+        assert bool(halves(without_dead(program.jaxpr))) is taken
+        assert ("rotated into each other, by a product" in str(program.report)) is not taken
