@@ -14,6 +14,9 @@ many heads (decoding) are the rows of one block.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,8 +24,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from xform.kernels.blocks import Blocks, Shape, Sizes, backward_sizes, forward_sizes
+from xform.movement import makers
 from xform.ops import Band
-from xform.trace import splash, without_vma
+from xform.rewrite import Site, rewrite
+from xform.trace import Var, inline, splash, trace_flat, typeof, without_vma
 
 FEW = 16
 """Up to as many queries, the heads that share a key head are rows of one head."""
@@ -166,15 +171,10 @@ def backward(
     def one(q: Any, k: Any, v: Any, segments: Any, lse: Any, delta: Any, dout: Any) -> tuple[Any, Any, Any]:
         # Sinks are an operand that neither kernel reads.
         given = (q, k, v, None if segments is None else calls.SegmentIds(*segments), None, lse, dout, delta)
-        dq, dk, dv = calls.dkv(
-            *given,
-            bq=plan.q,
-            bkv=plan.kv,
-            bkv_compute=plan.kv_compute,
-            mask_info=by_keys.info(calls, "all" if plan.fused else "queries"),
-            use_fused_bwd_kernel=plan.fused,
-            **shared,
-        )
+        sizes = {"bq": plan.q, "bkv": plan.kv, "bkv_compute": plan.kv_compute}
+        info = by_keys.info(calls, "all" if plan.fused else "queries")
+        dkv = functools.partial(calls.dkv, **sizes, mask_info=info, use_fused_bwd_kernel=plan.fused, **shared)
+        dq, dk, dv = _added(dkv, given) if plan.fused else dkv(*given)
         if not plan.fused:
             info = rows.mask(plan.rows, s, plan.keys, plan.q_dq, plan.kv_dq).info(calls, "keys")
             dq = calls.dq(*given, bq=plan.q_dq, bkv=plan.kv_dq, mask_info=info, **shared)
@@ -194,6 +194,30 @@ def backward(
         dq, dk, dv = jax.vmap(one)(*_padded(args, plan))
     dq = rows.unfold(_scaled(dq[:, :, : rows.count], scale), shape)
     return dq, dk[:, :, :s], dv[:, :, :s]
+
+
+def _added(dkv: Callable[..., Any], given: Sequence[Any]) -> list[Any]:
+    """What the one kernel gives, whose dq comes in parts, one a block of keys: their sum as additions, which
+    the compiler does on the way to what comes next. A sum over a dimension it does by itself, and the cast
+    before it too.
+    """
+    leaves, tree = jax.tree.flatten(given)
+
+    def flat(*leaves: Any) -> list[Any]:
+        return list(dkv(*jax.tree.unflatten(tree, leaves)))
+
+    def rule(site: Site) -> Sequence[Any] | None:
+        if site.path or site.name != "reduce_sum" or site.params["axes"] != (0,):
+            return None
+        (wide,) = site.eqn.invars
+        cast = made[wide][0] if isinstance(wide, Var) and wide in made else site.eqn
+        (parts,) = site.values(cast.invars) if cast.primitive.name == "convert_element_type" else site.args
+        each = [parts[n].astype(wide.aval.dtype) for n in range(parts.shape[0])]
+        return [functools.reduce(operator.add, each)]
+
+    jaxpr = trace_flat(flat, [typeof(x) for x in leaves], "dkv")
+    made = makers(jaxpr)
+    return inline(rewrite(jaxpr, rule), *leaves)
 
 
 def check(q: Any, v: Any, segments: bool, chip: str, blocks: Blocks) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -28,6 +29,7 @@ from xform.heads import CHUNKED
 from xform.higher_order import equations
 from xform.kernels import lowering
 from xform.kernels.lowering import Options
+from xform.kernels.rotations import Rotations
 from xform.ops import Operation, apply, operation_of
 from xform.ops.operation import on_parts, sums_of, terms_of, told_of
 from xform.plans.rules import ways
@@ -133,12 +135,24 @@ class Kernels:
         except re.error as error:
             raise PlanError(f"kernels.where = {self.where!r} is no regular expression: {error}") from None
 
-    # ------------------------------------------------------------ under automatic partitioning
+    # ------------------------------------------------------------ in the whole step
+
+    def _rotated(self, jaxpr: Jaxpr, context: Context) -> Jaxpr:
+        """Halves of heads that are rotated into each other, as products; where there are vector registers."""
+        if self.only or kind_of(context.mesh.devices.flat[0]) is None:
+            return jaxpr
+        rule = Rotations(self.where)
+        new = rewrite(jaxpr, rule, context.report, "kernels")
+        for line, times in Counter(rule.lines).items():
+            what = "halves of heads that are rotated into each other, by a product"
+            context.report.did("kernels", what, f"exact; {times} in the program", line)
+        return new
 
     def finish(self, jaxpr: Jaxpr, context: Context) -> Jaxpr:
         """Operations outside of any manual region get one, over the axes that their operands lie on: a kernel
         cannot be partitioned by the compiler.
         """
+        jaxpr = self._rotated(jaxpr, context)
         if context.mesh.size == 1 or not _stand_alone(jaxpr):
             return jaxpr
         roles = context.roles(jaxpr) if context.spec else None

@@ -29,6 +29,7 @@ from xform.pipeline.arrays import is_floating
 from xform.pipeline.balance import sizes_of
 from xform.pipeline.choice import LAYERS, MICROBATCHES, STACKS, Choice, best
 from xform.pipeline.cutting import Stack
+from xform.pipeline.ticks import run_of
 from xform.registry import unknown
 from xform.report import Report, amount
 from xform.schedules import SCHEDULES, Schedule, check, cost, make
@@ -51,6 +52,8 @@ class Pipeline:
         have fewer layers, while all have room for these weights.
     dtype: in which gradients are added up over microbatches, or as Accumulate says that is in the plan too.
         "" for that in which a layer has them: of weights that it casts first, the one that it casts to.
+    prefetch: where a stage's chunks take turns, whether the next one's weights come together, and the last
+        one's gradients are summed over devices, beside a tick of the one that runs.
 
     A stack that the model has layer by layer is made a loop before (Roll), which the plan need not name.
     Raises PlanError where the mesh lacks the axis, where there is no stack or fewer layers than blocks, where
@@ -64,6 +67,7 @@ class Pipeline:
     delay: int = 0
     ends: Literal["outside", "stages"] = "outside"
     dtype: Literal["float32", "bfloat16", "float16", ""] = ""
+    prefetch: bool = False
 
     stages: ClassVar[tuple[str, ...]] = ("model", "step")
     after: ClassVar[tuple[str, ...]] = ("roll", "chunkedloss", "kernels", "quantize", "remat", "accumulate")
@@ -115,7 +119,7 @@ class Pipeline:
         pipelined = Pipelined(found, dtype, context.report)
         try:
             sizes = self._sizes(pipelined, schedule)
-            pipelined.shape = Shape(context.mesh, self.axis, schedule, sizes, self._inside)
+            pipelined.shape = Shape(context.mesh, self.axis, schedule, sizes, self._inside, self.prefetch)
             self._tell(pipelined, context)
             return pipelined.whole(jaxpr, "pipeline")
         except Decline as why:
@@ -186,6 +190,19 @@ class Pipeline:
             raise divided(option, size, 1, found, paths, fit)
         return Split(size, schedule.microbatches)
 
+    def _tell_prefetched(self, schedule: Schedule, line: str, report: Report) -> None:
+        windows = run_of(schedule, prefetch=True).windows
+        if len(windows) == 1:
+            why = f"the schedule {schedule.name} wants the weights of all of a stage's chunks at once"
+            return report.declined("pipeline", "prefetch", why, line)
+        early, late = (sum(len(window.chunks[n]) for window in windows) for n in (2, 3))
+        report.did(
+            "pipeline",
+            "the next chunk's weights come together beside a tick of this one's",
+            f"{_counted(early, 'time')}; gradients are summed so {_counted(late, 'time')}",
+            line,
+        )
+
     def _tell(self, pipelined: Pipelined, context: Context) -> None:
         schedule, report = pipelined.shape.schedule, context.report
         stacks, small = pipelined.stacks
@@ -209,6 +226,8 @@ class Pipeline:
             f"a stage keeps at most {max(taken.alive)} inputs of a chunk; {taken.permutes('next')} ticks send"
             f" to the next stage, {taken.permutes('previous')} to the one before",
         )
+        if self.prefetch:
+            self._tell_prefetched(schedule, source_line(stacks[0].eqn), report)
         if context.differentiated:
             cast = ", ".join(sorted({dtype for stack in stacks for dtype in _cast(stack)}))
             how = f"of weights that layers cast first, {cast}: pipeline.dtype names another" if cast else ""

@@ -130,6 +130,22 @@ MESHES: dict[str, tuple[dict[str, int], tuple[Shard, ...]]] = {
 }
 
 
+@pytest.mark.slow  # whole steps on four devices
+@pytest.mark.parametrize("collectives", ["explicit", "auto"])
+def test_weights_that_come_together_while_others_are_in_use(collectives: Any) -> None:
+    loss, params, data = PROGRAMS["plain"]()
+    options = {"mesh": {"stage": 2, "fsdp": 2}, "schedule": "circular", "repeats": 4, "prefetch": True}
+    step = piped(graded(loss), Shard(strict=False, collectives=collectives), **options)
+    agree(run(step, params, *data), wanted("plain"))
+    assert "the next chunk's weights come together beside a tick" in str(step.trace(params, *data).report)
+
+
+def test_weights_that_are_all_there_need_not_come_early() -> None:
+    loss, params, data = PROGRAMS["plain"]()
+    step = piped(graded(loss), schedule="interleaved", repeats=2, prefetch=True)
+    assert "wants the weights of all of a stage's chunks at once" in str(step.trace(params, *data).report)
+
+
 @pytest.mark.slow  # whole steps on eight devices
 @pytest.mark.parametrize(
     ("name", "mesh"),

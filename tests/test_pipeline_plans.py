@@ -9,7 +9,7 @@ import pytest
 from tests import public
 from tests.layered import PROGRAMS
 from tests.test_pipeline import MESHES, agree, graded, piped, run, scheduled, slow, wanted
-from xform import Accumulate, Kernels, Narrow, Pipeline, Plan, Quantize, Remat, Roll, check
+from xform import Accumulate, Kernels, Narrow, Pipeline, Plan, Quantize, Remat, Roll, Shard, check
 from xform.models import gpt2, llama
 
 # ---------------------------------------------------------------- what is kept, and what is done again
@@ -69,6 +69,19 @@ def test_quantized_products(schedule: str) -> None:
     step = piped(graded(loss), Quantize("int8", force=True), **scheduled(schedule))
     agree(run(step, params, *data), wanted("plain"), 0.05)
     assert "mlpwi: int8 activations, int8 weights, int8 gradients" in str(step.trace(params, *data).report)
+
+
+@pytest.mark.slow  # compiles a quantized program
+def test_quantized_products_of_weights_that_come_early() -> None:
+    """The same numbers as where they come when they are wanted."""
+    loss, params, data = PROGRAMS["plain"]()
+    options = {"mesh": {"stage": 2, "fsdp": 2}, "schedule": "circular", "repeats": 4}
+    passes = Quantize("int8", force=True), Shard(strict=False, collectives="explicit")
+    now, early = (piped(graded(loss), *passes, prefetch=early, **options) for early in (False, True))
+    found = run(early, params, *data)
+    agree(found, wanted("plain"), 0.05)
+    agree(found, run(now, params, *data), 0.0)
+    assert "mlpwi: int8 activations, int8 weights, int8 gradients" in str(early.trace(params, *data).report)
 
 
 @pytest.mark.slow  # eight microbatches

@@ -15,7 +15,8 @@ from tests.processes import twice
 from tests.test_pipeline import SCHEDULED, piped, scheduled, slow
 from xform import Shard
 from xform.api import Parallelized
-from xform.higher_order import bodies, scan_parts
+from xform.higher_order import bodies, equations, scan_parts
+from xform.pipeline.cutting import reached
 from xform.pipeline.ticks import run_of
 from xform.schedules import Schedule, cost, make
 from xform.trace import Jaxpr, JaxprEqn
@@ -164,6 +165,30 @@ def test_chunks_that_take_turns_are_gathered_one_by_one() -> None:
         scattered += times * (eqn.primitive.name == "reduce_scatter" and size == chunk)
     assert (gathered, scattered) == (2 * 8, 2 * 4)
     assert (fetches, flushes) == (8, 4)
+
+
+def test_chunks_gathered_beside_a_tick_and_the_tick_wait_for_nothing_of_each_other() -> None:
+    """Nor does it wait for sums of gradients. What stays for its gradients is not gathered again."""
+    options = {"mesh": {"stage": 2, "fsdp": 2}, "schedule": "circular", "repeats": 4, "prefetch": True}
+    jaxpr = traced(of_layers(8), EXPLICIT, **options)
+    scans = [eqn.params["jaxpr"].jaxpr for eqn in equations(jaxpr) if eqn.primitive.name == "scan"]
+    (window,) = [body for body in scans if any(eqn.primitive.name == "all_gather" for eqn in body.eqns)]
+    tick, *later = [eqn for eqn in window.eqns if eqn.primitive.name == "scan"]
+    sides: collections.Counter[str] = collections.Counter()
+    for eqn in window.eqns:
+        if eqn.primitive.name in ("all_gather", "reduce_scatter"):
+            sides[eqn.primitive.name] += 1
+            assert reached(window, eqn.outvars).isdisjoint(tick.outvars)
+            assert reached(window, tick.outvars).isdisjoint(eqn.outvars)
+    assert sides == {"all_gather": 4, "reduce_scatter": 3}  # up, down and norm, and the norm's sum
+    assert len(later) == 1
+    half = layered.EMBED * layered.MLP // 2
+    gathered = [
+        times
+        for eqn, times, _ in ran(jaxpr)
+        if eqn.primitive.name == "all_gather" and math.prod(eqn.invars[0].aval.shape) == half
+    ]
+    assert sum(gathered) == 2 * (2 * 4 - 2)  # up and down, of four chunks twice but for the last two
 
 
 # ---------------------------------------------------------------- what is kept

@@ -92,8 +92,8 @@ def order(run: Run) -> Iterator[tuple[int, Phase, int]]:
 class Program:
     """The whole, a tick at a time; wrong values are found where they are used."""
 
-    def __init__(self, schedule: Schedule) -> None:
-        self.schedule, self.run = schedule, run_of(schedule)
+    def __init__(self, schedule: Schedule, prefetch: bool = False) -> None:
+        self.schedule, self.run = schedule, run_of(schedule, prefetch=prefetch)
         self.stages = [Stage(self.run) for _ in range(schedule.stages)]
         self.ended: list[Said] = [None] * self.run.ended
         self.blocks = schedule.blocks
@@ -116,7 +116,12 @@ class Program:
             if tick in begins:
                 for chunk in begins[tick].fetch:
                     self.fetch(chunk)
+                for chunk in begins[tick].late:
+                    self.flush(chunk)
             self.tick(tick)
+            if tick in begins:
+                for chunk in begins[tick].early:
+                    self.fetch(chunk)
             if tick + 1 in stops:
                 for chunk in stops[tick + 1].flush:
                     self.flush(chunk)
@@ -231,9 +236,9 @@ class Program:
         total.add((work.chunk, work.microbatch))
 
 
-def ran(schedule: Schedule) -> Program:
+def ran(schedule: Schedule, prefetch: bool = False) -> Program:
     """The program after it ran, with all that was wanted of it there."""
-    program = Program(schedule)
+    program = Program(schedule, prefetch)
     program.go()
     microbatches = list(range(schedule.microbatches))
     assert sorted(program.results) == microbatches
@@ -312,6 +317,29 @@ def test_two_chunks_at_once_are_together_where_all_microbatches_go_through_one_f
     assert run.resident == 2
     assert [chunk for window in run.windows for chunk in window.fetch] == [0, 1, 2, 3, 3, 2, 1, 0]
     assert [chunk for window in run.windows for chunk in window.flush] == [3, 2, 1, 0]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_weights_that_come_beside_a_tick_are_there_in_time(name: str) -> None:
+    for schedule in named(name):
+        ran(schedule, prefetch=True)
+        ran(forward_only(schedule), prefetch=True)
+
+
+def test_but_for_the_first_and_last_chunk_weights_come_and_gradients_go_beside_a_tick() -> None:
+    run = run_of(make("circular", 4, 8, 4), prefetch=True)
+    assert run.resident == run_of(make("circular", 4, 8, 4)).resident == 2  # no more of them at once
+    assert [window.fetch for window in run.windows if window.fetch] == [(0,)]
+    assert [chunk for window in run.windows for chunk in window.early] == [1, 2, 3, 1, 0]  # 3 and 2 stay
+    assert [chunk for window in run.windows for chunk in window.late] == [3, 2, 1]
+    assert [window.flush for window in run.windows if window.flush] == [(0,)]
+
+
+@given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 4), st.integers(0, 1000))
+def test_a_table_of_ones_own_finds_its_weights_in_time(
+    stages: int, microbatches: int, repeats: int, seed: int
+) -> None:
+    ran(drawn(random.Random(seed), stages, microbatches, repeats), prefetch=True)
 
 
 @pytest.mark.parametrize("name", ["eager-1f1b", "interleaved"])

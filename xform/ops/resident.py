@@ -3,6 +3,7 @@
     w  = stacked w             a layer each along the first dimension
     b  = room shape            what is written before it is read
     w' = together w            whole along the axes of the batch from here on
+    x  = after x y             x, once y is there
     g  = accumulator w'        zeros: each device's own terms of a gradient that is not yet summed
     g  = accumulate g dw i     g[i] += dw, as each device has it
     dw = settled g w           summed over the devices, and laid out as w is
@@ -21,12 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 
-STACKED, ROOM, TOGETHER, ACCUMULATOR, PLACE, ACCUMULATE, CHOSEN, BEGUN, SETTLED = (
-    f"resident_{name}"
-    for name in (
-        *("stacked", "room", "together", "accumulator", "place"),
-        *("accumulate", "chosen", "begun", "settled"),
-    )
+STACKED, ROOM, TOGETHER, AFTER = (f"resident_{name}" for name in ("stacked", "room", "together", "after"))
+ACCUMULATOR, PLACE, ACCUMULATE, CHOSEN, BEGUN, SETTLED = (
+    f"resident_{name}" for name in ("accumulator", "place", "accumulate", "chosen", "begun", "settled")
 )
 
 FLAGS = {ACCUMULATE: 0, CHOSEN: 1, BEGUN: 2}
@@ -49,6 +47,17 @@ def together(w: Any) -> Any:
         return jax.lax.copy_p.bind(w)
 
     return jax.jit(resident_together)(w)
+
+
+def after(x: Any, others: Sequence[Any]) -> Any:
+    """x, which nothing uses before the others are there: what is written over an array that they are made of
+    is written in place.
+    """
+
+    def resident_after(x: Any, *others: Any) -> Any:
+        return jax.lax.optimization_barrier((x, *others))[0]
+
+    return jax.jit(resident_after)(x, *others)
 
 
 def room(shape: Sequence[int], dtype: Any) -> Any:

@@ -39,6 +39,9 @@ from xform.report import Report
 from xform.sharding.memory import Space, is_host, to
 from xform.trace import Jaxpr, Value, at_line, inline, shape_of, trace_flat, typeof
 
+Chosen = Sequence[tuple[Value, Sequence[bool]]]
+"""Numbers of chunks, and which parts each has layers of."""
+
 
 class Pipelined(Microbatches):
     """The microbatches of a program through the stages of its stack."""
@@ -198,25 +201,48 @@ class _Sweep:
 
     def windows(self, group: Sequence[Window], state: Any) -> Any:
         """Windows that are alike: what is fetched, the ticks, what is flushed."""
-        rounds = self.setting.runs.rounds(group[0].start, group[0].stop)
-        columns = _stacked([self.rounds(rounds, window.start - group[0].start) for window in group])
-        fetched, flushed = (list(map(self.parts_of, cs)) for cs in (group[0].fetch, group[0].flush))
-        fetch = np.asarray([window.fetch for window in group], np.int32)
-        flush = np.asarray([window.flush for window in group], np.int32)
+        start, stop = group[0].start, group[0].stop
+        first = Round((Phase(start, 1, 1),), 1)
+        beside = [first] if group[0].early or group[0].late else []
+        rounds = self.setting.runs.rounds(start + len(beside), stop)
+        numbers = _stacked([[[np.int32(n) for n in some] for some in window.chunks] for window in group])
+        columns = _stacked([self.rounds([*beside, *rounds], window.start - start) for window in group])
+        parts = [list(map(self.parts_of, chunks)) for chunks in group[0].chunks]
 
         def turn(state: Any, xs: Any) -> tuple[Any, None]:
-            columns, fetch, flush = xs
-            for n, parts in enumerate(fetched):
-                state = self.weights.fetched(state, fetch[n], parts)
-            for each, cols in zip(rounds, columns, strict=True):
+            columns, chunks = xs
+            fetch, flush, early, late = (
+                list(zip(*each, strict=True)) for each in zip(chunks, parts, strict=True)
+            )
+            for chunk, some in fetch:
+                state = self.weights.fetched(state, chunk, some)
+            if beside:
+                state = self.beside(first, columns[0], early, late, state)
+            for each, cols in zip(rounds, columns[len(beside) :], strict=True):
                 state = self.round(each, cols, state)
-            for n, parts in enumerate(flushed):
-                state = self.weights.flushed(state, flush[n], parts)
+            for chunk, some in flush:
+                state = self.weights.flushed(state, chunk, some)
             return state, None
 
+        xs = (columns, numbers)
         if len(group) == 1:
-            return turn(state, (_first(columns), fetch[0], flush[0]))[0]
-        return jax.lax.scan(turn, state, (columns, fetch, flush))[0]
+            return turn(state, _first(xs))[0]
+        return jax.lax.scan(turn, state, xs)[0]
+
+    def beside(self, first: Round, columns: Any, early: Chosen, late: Chosen, state: Any) -> Any:
+        """A tick, and beside it weights of chunks for later, and the sums of gradients of earlier ones."""
+        brought = [self.weights.brought(*each) for each in early]
+        terms = [self.weights.terms(state, *each) for each in late]
+        for each in terms:
+            state = self.weights.read(state, each)
+        state = self.round(first, columns, state)
+        there = jax.tree.leaves([state["own"].get(name) for name in ("register", "register_back")])
+        for (chunk, _), parts in zip(early, brought, strict=True):
+            weights = [[resident.after(x, there) for x in rows] for rows in parts]
+            state = self.weights.placed(state, chunk, weights)
+        for (chunk, _), each in zip(late, terms, strict=True):
+            state = self.weights.summed(state, chunk, each)
+        return state
 
     def parts_of(self, chunk: int) -> list[bool]:
         """Which parts a chunk has layers of, on any stage."""

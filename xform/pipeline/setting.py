@@ -23,7 +23,8 @@ from xform.trace import Jaxpr, Value, Var
 @dataclasses.dataclass(frozen=True)
 class Shape:
     """The axis of the stages in the mesh, the schedule, and how many layers of each part its blocks have:
-    sizes, by part and then by block. inside: whether the ends of the stack are parts.
+    sizes, by part and then by block. inside: whether the ends of the stack are parts. prefetch: whether
+    weights come together beside ticks.
     """
 
     mesh: Mesh
@@ -31,6 +32,7 @@ class Shape:
     schedule: Schedule
     sizes: tuple[tuple[int, ...], ...]
     inside: bool
+    prefetch: bool
 
     @property
     def stages(self) -> int:
@@ -77,7 +79,8 @@ class Setting:
     @functools.cached_property
     def runs(self) -> Run:
         schedule = self.shape.schedule if self.pulls else forward_only(self.shape.schedule)
-        return run_of(schedule, [[count > 0 for count in sizes] for sizes in self.shape.sizes])
+        parts = [[count > 0 for count in sizes] for sizes in self.shape.sizes]
+        return run_of(schedule, parts, self.shape.prefetch)
 
     @functools.cached_property
     def placings(self) -> list[Placing]:

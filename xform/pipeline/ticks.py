@@ -82,13 +82,21 @@ class Tick(Works):
 @dataclasses.dataclass(frozen=True)
 class Window:
     """Ticks in which the same chunks' weights are together: those of `fetch` come before, of those of `flush`
-    the gradients are whole afterwards.
+    the gradients are whole afterwards. Beside the first tick, those of `early` come for a window after this,
+    and the gradients of those of `late` are summed, which are whole since before it.
     """
 
     start: int
     stop: int
     fetch: tuple[int, ...]
     flush: tuple[int, ...]
+    early: tuple[int, ...] = ()
+    late: tuple[int, ...] = ()
+
+    @property
+    def chunks(self) -> tuple[tuple[int, ...], ...]:
+        """The chunks of each sort."""
+        return self.fetch, self.flush, self.early, self.late
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,16 +144,17 @@ class Run:
         def like(window: Window) -> object:
             ticks = self.ticks[window.start : window.stop]
             shapes = [(tick.shape, tick.sends, tick.sends_back) for tick in ticks]
-            return shapes, list(map(parts, window.fetch)), list(map(parts, window.flush))
+            return shapes, [[parts(chunk) for chunk in chunks] for chunks in window.chunks]
 
         return [list(group) for _, group in itertools.groupby(self.windows, like)]
 
 
-def run_of(schedule: Schedule, parts: Sequence[Sequence[bool]] | None = None) -> Run:
+def run_of(schedule: Schedule, parts: Sequence[Sequence[bool]] | None = None, prefetch: bool = False) -> Run:
     """What a program runs for a schedule that can run; a table without backward works is that of a program
-    that is not differentiated. parts: for each part of the layers, which blocks have some of it.
+    that is not differentiated. parts: for each part of the layers, which blocks have some of it. prefetch:
+    chunks' weights come together, and their gradients are summed, beside ticks, not between them.
     """
-    return _Run(schedule, parts or [[True] * schedule.blocks]).run()
+    return _Run(schedule, parts or [[True] * schedule.blocks], prefetch).run()
 
 
 def forward_only(schedule: Schedule) -> Schedule:
@@ -163,8 +172,8 @@ def forward_only(schedule: Schedule) -> Schedule:
 
 
 class _Run:
-    def __init__(self, schedule: Schedule, parts: Sequence[Sequence[bool]]) -> None:
-        self.schedule, self.parts = schedule, parts
+    def __init__(self, schedule: Schedule, parts: Sequence[Sequence[bool]], prefetch: bool) -> None:
+        self.schedule, self.parts, self.prefetch = schedule, parts, prefetch
         self.stages, self.repeats = schedule.stages, schedule.repeats
         self.last = schedule.blocks - 1
         table = schedule.table
@@ -238,7 +247,8 @@ class _Run:
             spans[key] = (min(first, tick), max(last, tick))
 
         def apart(a: tuple[bool, int], b: tuple[bool, int]) -> bool:
-            return a[0] != b[0] or spans[a][1] < spans[b][0] or spans[b][1] < spans[a][0]
+            before, after = sorted((spans[a], spans[b]))
+            return a[0] != b[0] or before[1] + self.prefetch < after[0]
 
         def fits(n: int) -> bool:
             return all(apart(a, b) for a, b in itertools.combinations(spans, 2) if (a[1] - b[1]) % n == 0)
@@ -246,6 +256,8 @@ class _Run:
         resident = next(n for n in range(1, self.repeats + 1) if n == self.repeats or fits(n))
         if resident == self.repeats:
             return (every,), resident
+        if self.prefetch:
+            return self.beside(spans, resident), resident
         fetch: dict[int, list[int]] = {}
         flush: dict[int, list[int]] = {}
         for (_, chunk), (first, _) in sorted(spans.items(), key=lambda item: item[1]):
@@ -260,6 +272,31 @@ class _Run:
             Window(a, b, tuple(fetch.get(a, ())), tuple(flush.get(b, ())))
             for a, b in itertools.pairwise(borders)
         ), resident
+
+    def beside(self, spans: Mapping[tuple[bool, int], tuple[int, int]], resident: int) -> tuple[Window, ...]:
+        """The same where there is a tick to do it beside: weights come as soon as their place is free, and
+        stay for the gradients where nothing takes it before; gradients are summed at the next tick.
+        """
+        fetch: dict[int, list[int]] = {}
+        flush: dict[int, list[int]] = {}
+        early: dict[int, list[int]] = {}
+        late: dict[int, list[int]] = {}
+        holds: dict[int, tuple[int, int]] = {}  # by place, the chunk that is there and its last tick
+        for (back, chunk), (first, last) in sorted(spans.items(), key=lambda item: item[1]):
+            held, free = holds.get(chunk % resident, (-1, -1))
+            holds[chunk % resident] = (chunk, last)
+            if held != chunk:
+                where, at = (early, free + 1) if free + 1 < first else (fetch, first)
+                where.setdefault(at, []).append(chunk)
+            if back and self.turns["input"]:
+                (late if last + 1 < len(self.ticks) else flush).setdefault(last + 1, []).append(chunk)
+        borders = sorted({0, len(self.ticks), *fetch, *flush, *early, *late})
+
+        def window(start: int, stop: int) -> Window:
+            those = (fetch, start), (flush, stop), (early, start), (late, start)
+            return Window(start, stop, *(tuple(chunks.get(at, ())) for chunks, at in those))
+
+        return tuple(window(a, b) for a, b in itertools.pairwise(borders))
 
     # What is sent
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from xform.ops import resident, rows
-from xform.pipeline.arrays import is_array, is_floating, narrowed, put_rows, replaced, rows_at
+from xform.pipeline.arrays import is_array, is_floating, narrowed, put_rows, rows_at
 from xform.pipeline.chunks import Placing
 from xform.pipeline.layer import Layer
 from xform.pipeline.setting import Setting
@@ -48,26 +48,54 @@ class Weights:
     # Chunks that take turns
 
     def fetched(self, state: Any, chunk: Value, parts: Sequence[bool]) -> Any:
-        """The weights of a chunk that has layers of these parts come together, in their place."""
+        """The weights of a chunk come together, in their place. parts: those that it has layers of."""
+        return self.placed(state, chunk, self.brought(chunk, parts))
+
+    def brought(self, chunk: Value, parts: Sequence[bool]) -> list[list[Value]]:
+        """A chunk's weights, together; none of other parts."""
+        return [part.brought(chunk) if there else [] for part, there in zip(self.parts, parts, strict=True)]
+
+    def placed(self, state: Any, chunk: Value, weights: Sequence[Sequence[Value]]) -> Any:
+        """The weights of a chunk in their place."""
         held = state["own"]["weights"]
-        weights = [
-            part.fetched(mine, chunk) if there else mine
-            for part, mine, there in zip(self.parts, held, parts, strict=True)
+        placed = [
+            [put_rows(x, new, part.at(chunk)[1]) for x, new in zip(mine, rows, strict=True)] if rows else mine
+            for part, mine, rows in zip(self.parts, held, weights, strict=True)
         ]
-        return {**state, "own": {**state["own"], "weights": weights}}
+        return {**state, "own": {**state["own"], "weights": placed}}
 
     def flushed(self, state: Any, chunk: Value, parts: Sequence[bool]) -> Any:
         """A chunk's gradients are summed over devices; the next one's take their place when they come."""
-        own, every = state["own"], dict(state["every"])
-        for k in range(len(self.setting.pulls)):
-            whole = [
-                part.flushed(total, sums, chunk) if there else sums
-                for part, total, sums, there in zip(
-                    self.parts, own["totals"][k], every["whole"][k], parts, strict=True
-                )
+        return self.summed(state, chunk, self.terms(state, chunk, parts))
+
+    def terms(self, state: Any, chunk: Value, parts: Sequence[bool]) -> list[list[list[Value]]]:
+        """A chunk's gradients as each device has them, by stream; none of other parts."""
+        return [
+            [
+                part.terms(mine, chunk) if there else []
+                for part, mine, there in zip(self.parts, totals, parts, strict=True)
             ]
-            every["whole"] = replaced(every["whole"], k, whole)
-        return {"own": own, "every": every}
+            for totals in state["own"]["totals"]
+        ]
+
+    def read(self, state: Any, terms: Sequence[Sequence[Sequence[Value]]]) -> Any:
+        """Sums that nothing is added to before these terms of them are read."""
+        totals = [
+            [[resident.after(x, xs) for x in mine] if xs else mine for mine, xs in zip(each, of, strict=True)]
+            for each, of in zip(state["own"]["totals"], terms, strict=True)
+        ]
+        return {**state, "own": {**state["own"], "totals": totals}}
+
+    def summed(self, state: Any, chunk: Value, terms: Sequence[Sequence[Sequence[Value]]]) -> Any:
+        """A chunk's gradients are summed over devices."""
+        whole = [
+            [
+                part.summed(sums, xs, chunk) if xs else sums
+                for part, sums, xs in zip(self.parts, each, of, strict=True)
+            ]
+            for each, of in zip(state["every"]["whole"], terms, strict=True)
+        ]
+        return {**state, "every": {**state["every"], "whole": whole}}
 
     # In the end
 
@@ -146,20 +174,22 @@ class Stacked:
         place = chunk % self.setting.runs.resident * self.placing.size
         return jnp.asarray(self.placing.starts)[chunk], place
 
-    def fetched(self, held: Sequence[Value], chunk: Value) -> list[Value]:
-        row, place = self.at(chunk)
+    def brought(self, chunk: Value) -> list[Value]:
+        row, size = self.at(chunk)[0], self.placing.size
         return [
-            put_rows(mine, resident.together(narrowed(rows_at(x, row, self.placing.size), mine.dtype)), place)
-            for mine, x in zip(held, self.apart, strict=True)
+            resident.together(narrowed(rows_at(x, row, size), held.dtype))
+            for held, x in zip(self.held, self.apart, strict=True)
         ]
 
-    def flushed(self, totals: Sequence[Value], whole: Sequence[Value], chunk: Value) -> list[Value]:
-        (row, place), size, found = self.at(chunk), self.placing.size, list(whole)
-        for j, n in enumerate(self.layer.stacked_wants):
-            like = self.apart[n - self.layer.first_row]
-            total = totals[self.layer.wanted.index(n)]
-            sums = resident.settled(rows_at(total, place, size), rows_at(like, row, size))
-            found[j] = put_rows(found[j], sums, row)
+    def terms(self, totals: Sequence[Value], chunk: Value) -> list[Value]:
+        place, size, wanted = self.at(chunk)[1], self.placing.size, self.layer.wanted
+        return [rows_at(totals[wanted.index(n)], place, size) for n in self.layer.stacked_wants]
+
+    def summed(self, whole: Sequence[Value], terms: Sequence[Value], chunk: Value) -> list[Value]:
+        row, size, found = self.at(chunk)[0], self.placing.size, list(whole)
+        for j, (n, x) in enumerate(zip(self.layer.stacked_wants, terms, strict=True)):
+            like = rows_at(self.apart[n - self.layer.first_row], row, size)
+            found[j] = put_rows(found[j], resident.settled(x, like), row)
         return found
 
     def gathered(

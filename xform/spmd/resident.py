@@ -2,6 +2,7 @@
 `xform.ops.resident` are on the parts.
 
     w' = together w            all_gather over the batch's axes, once
+    x  = after x y             of a device's parts; terms stay terms
     b  = room shape            of a device's part; no zeros
     g  = accumulator w'        zeros of what a device has of w'
     g  = accumulate g dw i     no collective: each device adds its own terms
@@ -31,6 +32,15 @@ def together(walk: Walk, eqn: JaxprEqn, vals: list[Val]) -> list[Val]:
         for dim in walk.settled(val).dims
     )
     return [walk.moved_to(val, Laid(dims))]
+
+
+def after(walk: Walk, eqn: JaxprEqn, vals: list[Val]) -> list[Val]:
+    first, *others = vals
+    laid = first.laid if first.make is None else walk.settled(first)
+    there = [walk.get(val, walk.settled(val)) for val in others]
+    val = walk.held(jax.lax.optimization_barrier((walk.get(first, laid), *there))[0], first.aval, laid)
+    val.terms, val.gradient = first.terms, first.gradient
+    return [val]
 
 
 def room(walk: Walk, eqn: JaxprEqn, vals: list[Val]) -> list[Val]:
@@ -78,6 +88,7 @@ def settled(walk: Walk, eqn: JaxprEqn, vals: list[Val]) -> list[Val]:
 _BY_NAME: dict[str, Callable[[Walk, JaxprEqn, list[Val]], list[Val]]] = {
     resident.ROOM: room,
     resident.TOGETHER: together,
+    resident.AFTER: after,
     resident.ACCUMULATOR: accumulator,
     resident.PLACE: accumulator,
     **dict.fromkeys(resident.FLAGS, accumulate),
