@@ -91,10 +91,12 @@ def run(step: Parallelized, *args: Any) -> Any:
 
 
 def same(program: layered.Program, *passes: Any, **options: Any) -> Parallelized:
-    """The step, whose results are found to be those of one device."""
+    """The step, whose results in float64 are found to be those of one device: what differs is no rounding."""
     loss, params, data = program
     step = piped(graded(loss), *passes, **options)
-    agree(run(step, params, *data), jax.jit(graded(loss))(params, *data))
+    with jax.enable_x64(True):
+        args = jax.tree.map(wide, (params, *data))
+        agree(run(step, *args), jax.jit(graded(loss))(*args), EXACT)
     return step
 
 
@@ -107,10 +109,7 @@ TURNS = ("gpipe", "1f1b", "zb-h1", "circular", "eager-1f1b, two chunks", "interl
 
 @pytest.mark.parametrize(("name", "schedule"), zip(PROGRAMS, itertools.cycle(TURNS), strict=False))
 def test_each_program_is_that_of_one_device(name: str, schedule: str) -> None:
-    with jax.enable_x64(True):  # what differs is no rounding
-        loss, params, data = PROGRAMS[name]()
-        args = jax.tree.map(wide, (params, *data))
-        agree(run(piped(graded(loss), **scheduled(schedule)), *args), jax.jit(graded(loss))(*args), EXACT)
+    same(PROGRAMS[name](), **scheduled(schedule))
 
 
 def test_a_schedule_that_sends_later() -> None:
@@ -158,10 +157,8 @@ def test_weights_that_are_all_there_need_not_come_early() -> None:
     ],
 )
 def test_schedules_over_meshes(name: str, mesh: str) -> None:
-    loss, params, data = PROGRAMS["balanced experts"]()
     sizes, passes = MESHES[mesh]
-    step = piped(graded(loss), *passes, mesh=sizes, microbatches=4, **scheduled(name))
-    agree(run(step, params, *data), wanted("balanced experts"))
+    same(PROGRAMS["balanced experts"](), *passes, mesh=sizes, **scheduled(name))
 
 
 @pytest.mark.slow  # programs with attention on eight devices
@@ -174,9 +171,8 @@ def test_schedules_over_meshes(name: str, mesh: str) -> None:
     ],
 )
 def test_programs_over_meshes(name: str, mesh: str) -> None:
-    loss, params, data = PROGRAMS[name]()
     sizes, passes = MESHES[mesh]
-    agree(run(piped(graded(loss), *passes, mesh=sizes, schedule="1f1b"), params, *data), wanted(name))
+    same(PROGRAMS[name](), *passes, mesh=sizes, schedule="1f1b")
 
 
 # ---------------------------------------------------------------- sizes

@@ -12,7 +12,7 @@ import pytest
 
 from tests import layered
 from tests.layered import PROGRAMS, translated
-from tests.test_pipeline import agree, graded, piped, run, same, scheduled, slow, wanted
+from tests.test_pipeline import graded, piped, same, scheduled, slow
 from tests.test_pipeline_plans import SMALL
 from tests.test_pipeline_sends import EXPLICIT, ran, sent, traced, untaken
 from xform import Pipeline, Plan, PlanError, check
@@ -36,8 +36,7 @@ BOTH = "encoder and decoder"
     ],
 )
 def test_stacks_that_follow_each_other(name: str, options: dict[str, Any]) -> None:
-    loss, params, data = PROGRAMS[name]()
-    agree(run(piped(graded(loss), **options), params, *data), wanted(name))
+    same(PROGRAMS[name](), **options)
 
 
 def test_stacks_of_uneven_layers() -> None:
@@ -149,16 +148,13 @@ def test_a_chunk_for_each_stack_is_tried_first() -> None:
     ],
 )
 def test_embedding_and_head_on_the_first_and_the_last_stage(name: str, schedule: str) -> None:
-    loss, params, data = PROGRAMS[name]()
-    agree(run(piped(graded(loss), ends="stages", **scheduled(schedule)), params, *data), wanted(name))
+    same(PROGRAMS[name](), ends="stages", **scheduled(schedule))
 
 
 @pytest.mark.slow  # a step on four devices
 def test_ends_on_stages_of_fsdp() -> None:
-    loss, params, data = PROGRAMS["untied"]()
     mesh = {"stage": 2, "fsdp": 2}
-    step = piped(graded(loss), EXPLICIT, mesh=mesh, ends="stages", schedule="eager-1f1b")
-    agree(run(step, params, *data), wanted("untied"))
+    same(PROGRAMS["untied"](), EXPLICIT, mesh=mesh, ends="stages", schedule="eager-1f1b")
 
 
 def test_what_ends_on_stages_give_is_not_sent() -> None:
