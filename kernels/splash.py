@@ -14,6 +14,9 @@ many heads (decoding) are the rows of one block.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +25,7 @@ import numpy as np
 
 from xform.kernels.blocks import Blocks, Shape, Sizes, backward_sizes, forward_sizes
 from xform.ops import Band
-from xform.trace import splash, without_vma
+from xform.trace import inline, splash, trace_flat, typeof, without_dead, without_vma
 
 FEW = 16
 """Up to as many queries, the heads that share a key head are rows of one head."""
@@ -166,15 +169,10 @@ def backward(
     def one(q: Any, k: Any, v: Any, segments: Any, lse: Any, delta: Any, dout: Any) -> tuple[Any, Any, Any]:
         # Sinks are an operand that neither kernel reads.
         given = (q, k, v, None if segments is None else calls.SegmentIds(*segments), None, lse, dout, delta)
-        dq, dk, dv = calls.dkv(
-            *given,
-            bq=plan.q,
-            bkv=plan.kv,
-            bkv_compute=plan.kv_compute,
-            mask_info=by_keys.info(calls, "all" if plan.fused else "queries"),
-            use_fused_bwd_kernel=plan.fused,
-            **shared,
-        )
+        sizes = {"bq": plan.q, "bkv": plan.kv, "bkv_compute": plan.kv_compute}
+        info = by_keys.info(calls, "all" if plan.fused else "queries")
+        dkv = functools.partial(calls.dkv, **sizes, mask_info=info, use_fused_bwd_kernel=plan.fused, **shared)
+        dq, dk, dv = _added(dkv, given) if plan.fused else dkv(*given)
         if not plan.fused:
             info = rows.mask(plan.rows, s, plan.keys, plan.q_dq, plan.kv_dq).info(calls, "keys")
             dq = calls.dq(*given, bq=plan.q_dq, bkv=plan.kv_dq, mask_info=info, **shared)
@@ -194,6 +192,33 @@ def backward(
         dq, dk, dv = jax.vmap(one)(*_padded(args, plan))
     dq = rows.unfold(_scaled(dq[:, :, : rows.count], scale), shape)
     return dq, dk[:, :, :s], dv[:, :, :s]
+
+
+def _added(dkv: Callable[..., Any], given: Sequence[Any]) -> list[Any]:
+    """What the one kernel gives, whose dq comes in parts, one a block of keys: their sum as additions, which
+    the compiler does on the way to what comes next. A sum over a dimension it does by itself, and the cast
+    before it too.
+    """
+    leaves, tree = jax.tree.flatten(given)
+
+    def flat(*leaves: Any) -> list[Any]:
+        return list(dkv(*jax.tree.unflatten(tree, leaves)))
+
+    jaxpr = trace_flat(flat, [typeof(x) for x in leaves], "dkv")
+    made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+
+    def uncast(v: Any) -> Any:
+        return made[v].invars[0] if made[v].primitive.name == "convert_element_type" else v
+
+    total = made[uncast(jaxpr.outvars[0])]
+    assert total.primitive.name == "reduce_sum" and total.params["axes"] == (0,)
+    dq: Any = jaxpr.outvars[0].aval
+    wide: Any = total.outvars[0].aval
+    names = jaxpr.debug_info.with_unknown_names()
+    outs = [uncast(total.invars[0]), *jaxpr.outvars[1:]]
+    parts, *others = inline(without_dead(jaxpr.replace(outvars=outs, debug_info=names)), *leaves)
+    each = [parts[n].astype(wide.dtype) for n in range(parts.shape[0])]
+    return [functools.reduce(operator.add, each).astype(dq.dtype), *others]
 
 
 def check(q: Any, v: Any, segments: bool, chip: str, blocks: Blocks) -> None:

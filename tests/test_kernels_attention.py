@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from tests.kernels_suite import SLICES, Case, agree_in_shard_map, agree_under_vmap, close, compiled, plain
 from xform.errors import PlanError
-from xform.higher_order import equations
+from xform.higher_order import bodies, equations
 from xform.kernels import splash
 from xform.kernels.attention import AttentionBackward, AttentionForward, attention, attention_and_lse
 from xform.kernels.blocks import Blocks
@@ -123,6 +123,28 @@ def test_the_kernels_forward_and_backward_compute_what_the_plain_forms_do(name: 
     kernels = jax.jit(lambda xs, ys: (*there.op.kernel(*xs), *back.op.kernel(*ys)))
     want = (*results, *plain(back.op)(*back.args))
     close(kernels(there.args, back.args), want, there.tolerance)
+
+
+def around_kernels(jaxpr: Any) -> Iterator[Any]:
+    """The equations at every depth but in kernels."""
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for body in bodies(eqn) if eqn.primitive.name != "pallas_call" else ():
+            yield from around_kernels(body)
+
+
+def test_the_parts_of_dq_are_added_as_they_lie() -> None:
+    """A sum over the dimension of the parts would stand alone, and so would a cast of them all."""
+    args = operands(forward(), t=300, s=300, dtype=jnp.bfloat16)
+    rows = jax.ShapeDtypeStruct(args[0].shape[:-1], jnp.float32)
+    dout = jax.ShapeDtypeStruct((*rows.shape, args[2].shape[-1]), jnp.bfloat16)
+    kernel = AttentionBackward(forward(blocks=SMALL)).kernel
+    found = list(around_kernels(jax.make_jaxpr(kernel)(*args, rows, rows, dout).jaxpr))
+    assert "reduce_sum" not in {eqn.primitive.name for eqn in found}
+    (parts,) = [v for eqn in found if eqn.primitive.name == "pallas_call" for v in eqn.outvars[:1]]
+    assert parts.aval.shape[-4] == 2 and parts.aval.dtype == jnp.bfloat16
+    casts = [eqn for eqn in found if eqn.primitive.name == "convert_element_type"]
+    assert all(parts not in eqn.invars for eqn in casts)
 
 
 MAPPED = ["segments, sinks, cap", "few queries of many heads"]
