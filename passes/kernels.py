@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -39,6 +40,7 @@ from xform.report import Promise
 from xform.rewrite import Site, rewrite
 from xform.roles import Roles
 from xform.roles.logical import logical_names
+from xform.rotations import Rotations
 from xform.sharding.layout import entry_axes
 from xform.topologies import kind_of
 from xform.trace import Jaxpr, Value, Var, name_stack, shape_of, source_line
@@ -51,7 +53,7 @@ class Kernels:
     """Options:
 
     only: the operations to lower, of "attention", "cross_entropy", "experts" and "linear_recurrence";
-        by default each that a kernel computes in less time or memory.
+        by default each that a kernel computes in less time or memory, and rotations of heads' halves.
     where: a regular expression; only operations are lowered whose name stack or source line matches it.
     shortest: attention over fewer keys or queries stays as it is: its scores take less than a kernel's setup.
     blocks: block sizes in place of the table's, by operation: {"attention": {"block_q": 256}}.
@@ -133,12 +135,24 @@ class Kernels:
         except re.error as error:
             raise PlanError(f"kernels.where = {self.where!r} is no regular expression: {error}") from None
 
-    # ------------------------------------------------------------ under automatic partitioning
+    # ------------------------------------------------------------ in the whole step
+
+    def _rotated(self, jaxpr: Jaxpr, context: Context) -> Jaxpr:
+        """Halves of heads that are rotated into each other, as products; where there are vector registers."""
+        if self.only or kind_of(context.mesh.devices.flat[0]) is None:
+            return jaxpr
+        rule = Rotations(self.where)
+        new = rewrite(jaxpr, rule, context.report, "kernels")
+        for line, times in Counter(rule.lines).items():
+            what = "halves of heads that are rotated into each other, by a product"
+            context.report.did("kernels", what, f"exact; {times} in the program", line)
+        return new
 
     def finish(self, jaxpr: Jaxpr, context: Context) -> Jaxpr:
         """Operations outside of any manual region get one, over the axes that their operands lie on: a kernel
         cannot be partitioned by the compiler.
         """
+        jaxpr = self._rotated(jaxpr, context)
         if context.mesh.size == 1 or not _stand_alone(jaxpr):
             return jaxpr
         roles = context.roles(jaxpr) if context.spec else None
