@@ -45,7 +45,8 @@ class Pipeline:
     delay: ticks that activations are under way beyond the next, for `gpipe` and `circular`.
     dtype: in which gradients are added up over microbatches, "" for each gradient's own.
     prefetch: where a stage's chunks take turns, whether the next one's weights come together, and the last
-        one's gradients are summed over devices, beside a tick of the one that runs.
+        one's gradients are summed over devices, beside a tick of the one that runs. By default where a chunk
+        is one layer: several are a loop, and the TPU compiler sends nothing beside a loop.
 
     A stack that the model has layer by layer is made a loop before (Roll), which the plan need not name.
     Raises PlanError where the mesh lacks the axis, where there is no stack or fewer layers than blocks, where
@@ -58,7 +59,7 @@ class Pipeline:
     repeats: int = 1
     delay: int = 0
     dtype: Literal["float32", "bfloat16", "float16", ""] = ""
-    prefetch: bool = False
+    prefetch: bool | None = None
 
     stages: ClassVar[tuple[str, ...]] = ("model", "step")
     after: ClassVar[tuple[str, ...]] = ("roll", "chunkedloss", "kernels", "quantize", "remat", "accumulate")
@@ -102,7 +103,8 @@ class Pipeline:
         try:
             stack = pipelined.stack
             sizes = _sizes(stack.layers, schedule, source_line(stack.eqn))
-            pipelined.shape = Shape(context.mesh, self.axis, schedule, sizes, self.prefetch)
+            early = max(sizes) == 1 if self.prefetch is None else self.prefetch
+            pipelined.shape = Shape(context.mesh, self.axis, schedule, sizes, early)
             self._tell(pipelined, context)
             return pipelined.whole(jaxpr, "pipeline")
         except Decline as why:
@@ -151,7 +153,7 @@ class Pipeline:
         windows = run_of(schedule, prefetch=True).windows
         if len(windows) == 1:
             why = f"the schedule {schedule.name} wants the weights of all of a stage's chunks at once"
-            return report.declined("pipeline", "prefetch", why, line)
+            return report.declined("pipeline", "prefetch", why, line) if self.prefetch else None
         early, late = (sum(len(window.chunks[n]) for window in windows) for n in (2, 3))
         report.did(
             "pipeline",
@@ -183,7 +185,7 @@ class Pipeline:
             f"a stage keeps at most {max(taken.alive)} inputs of a chunk; {taken.permutes('next')} ticks send"
             f" to the next stage, {taken.permutes('previous')} to the one before",
         )
-        if self.prefetch:
+        if pipelined.shape.prefetch:
             self._tell_prefetched(schedule, line, report)
         if context.differentiated:
             report.did("pipeline", "gradients are added up in " + (self.dtype or "their own dtype"))
