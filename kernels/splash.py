@@ -24,10 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from xform.kernels.blocks import Blocks, Shape, Sizes, backward_sizes, forward_sizes
-from xform.movement import makers
 from xform.ops import Band
-from xform.rewrite import Site, rewrite
-from xform.trace import Var, inline, splash, trace_flat, typeof, without_vma
+from xform.trace import inline, splash, trace_flat, typeof, without_dead, without_vma
 
 FEW = 16
 """Up to as many queries, the heads that share a key head are rows of one head."""
@@ -206,18 +204,21 @@ def _added(dkv: Callable[..., Any], given: Sequence[Any]) -> list[Any]:
     def flat(*leaves: Any) -> list[Any]:
         return list(dkv(*jax.tree.unflatten(tree, leaves)))
 
-    def rule(site: Site) -> Sequence[Any] | None:
-        if site.path or site.name != "reduce_sum" or site.params["axes"] != (0,):
-            return None
-        (wide,) = site.eqn.invars
-        cast = made[wide][0] if isinstance(wide, Var) and wide in made else site.eqn
-        (parts,) = site.values(cast.invars) if cast.primitive.name == "convert_element_type" else site.args
-        each = [parts[n].astype(wide.aval.dtype) for n in range(parts.shape[0])]
-        return [functools.reduce(operator.add, each)]
-
     jaxpr = trace_flat(flat, [typeof(x) for x in leaves], "dkv")
-    made = makers(jaxpr)
-    return inline(rewrite(jaxpr, rule), *leaves)
+    made = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+
+    def uncast(v: Any) -> Any:
+        return made[v].invars[0] if made[v].primitive.name == "convert_element_type" else v
+
+    total = made[uncast(jaxpr.outvars[0])]
+    assert total.primitive.name == "reduce_sum" and total.params["axes"] == (0,)
+    dq: Any = jaxpr.outvars[0].aval
+    wide: Any = total.outvars[0].aval
+    names = jaxpr.debug_info.with_unknown_names()
+    outs = [uncast(total.invars[0]), *jaxpr.outvars[1:]]
+    parts, *others = inline(without_dead(jaxpr.replace(outvars=outs, debug_info=names)), *leaves)
+    each = [parts[n].astype(wide.dtype) for n in range(parts.shape[0])]
+    return [functools.reduce(operator.add, each).astype(dq.dtype), *others]
 
 
 def check(q: Any, v: Any, segments: bool, chip: str, blocks: Blocks) -> None:

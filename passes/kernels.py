@@ -29,7 +29,6 @@ from xform.heads import CHUNKED
 from xform.higher_order import equations
 from xform.kernels import lowering
 from xform.kernels.lowering import Options
-from xform.kernels.rotations import Rotations
 from xform.ops import Operation, apply, operation_of
 from xform.ops.operation import on_parts, sums_of, terms_of, told_of
 from xform.plans.rules import ways
@@ -41,6 +40,7 @@ from xform.report import Promise
 from xform.rewrite import Site, rewrite
 from xform.roles import Roles
 from xform.roles.logical import logical_names
+from xform.rotations import Rotations
 from xform.sharding.layout import entry_axes
 from xform.topologies import kind_of
 from xform.trace import Jaxpr, Value, Var, name_stack, shape_of, source_line
@@ -53,7 +53,7 @@ class Kernels:
     """Options:
 
     only: the operations to lower, of "attention", "cross_entropy", "experts" and "linear_recurrence";
-        by default each that a kernel computes in less time or memory.
+        by default each that a kernel computes in less time or memory, and rotations of heads' halves.
     where: a regular expression; only operations are lowered whose name stack or source line matches it.
     shortest: attention over fewer keys or queries stays as it is: its scores take less than a kernel's setup.
     blocks: block sizes in place of the table's, by operation: {"attention": {"block_q": 256}}.

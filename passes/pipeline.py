@@ -53,7 +53,8 @@ class Pipeline:
     dtype: in which gradients are added up over microbatches, or as Accumulate says that is in the plan too.
         "" for that in which a layer has them: of weights that it casts first, the one that it casts to.
     prefetch: where a stage's chunks take turns, whether the next one's weights come together, and the last
-        one's gradients are summed over devices, beside a tick of the one that runs.
+        one's gradients are summed over devices, beside a tick of the one that runs. By default where a chunk
+        is one layer: several are a loop, and the TPU compiler sends nothing beside a loop.
 
     A stack that the model has layer by layer is made a loop before (Roll), which the plan need not name.
     Raises PlanError where the mesh lacks the axis, where there is no stack or fewer layers than blocks, where
@@ -67,7 +68,7 @@ class Pipeline:
     delay: int = 0
     ends: Literal["outside", "stages"] = "outside"
     dtype: Literal["float32", "bfloat16", "float16", ""] = ""
-    prefetch: bool = False
+    prefetch: bool | None = None
 
     stages: ClassVar[tuple[str, ...]] = ("model", "step")
     after: ClassVar[tuple[str, ...]] = ("roll", "chunkedloss", "kernels", "quantize", "remat", "accumulate")
@@ -119,7 +120,8 @@ class Pipeline:
         pipelined = Pipelined(found, dtype, context.report)
         try:
             sizes = self._sizes(pipelined, schedule)
-            pipelined.shape = Shape(context.mesh, self.axis, schedule, sizes, self._inside, self.prefetch)
+            early = max(map(max, sizes)) == 1 if self.prefetch is None else self.prefetch
+            pipelined.shape = Shape(context.mesh, self.axis, schedule, sizes, self._inside, early)
             self._tell(pipelined, context)
             return pipelined.whole(jaxpr, "pipeline")
         except Decline as why:
@@ -194,7 +196,7 @@ class Pipeline:
         windows = run_of(schedule, prefetch=True).windows
         if len(windows) == 1:
             why = f"the schedule {schedule.name} wants the weights of all of a stage's chunks at once"
-            return report.declined("pipeline", "prefetch", why, line)
+            return report.declined("pipeline", "prefetch", why, line) if self.prefetch else None
         early, late = (sum(len(window.chunks[n]) for window in windows) for n in (2, 3))
         report.did(
             "pipeline",
@@ -226,7 +228,7 @@ class Pipeline:
             f"a stage keeps at most {max(taken.alive)} inputs of a chunk; {taken.permutes('next')} ticks send"
             f" to the next stage, {taken.permutes('previous')} to the one before",
         )
-        if self.prefetch:
+        if pipelined.shape.prefetch:
             self._tell_prefetched(schedule, source_line(stacks[0].eqn), report)
         if context.differentiated:
             cast = ", ".join(sorted({dtype for stack in stacks for dtype in _cast(stack)}))

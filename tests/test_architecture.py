@@ -36,6 +36,7 @@ LAYERS = (
     "tensors",  # what each tensor is
     "raising",  # high-level operations, recognised
     "slices",  # slices of products, taken before them
+    "rotations",  # halves of heads, rotated by a product
     "state",  # which inputs are kept stacked, and both trees
     "registry",  # names to passes
     "schedules",  # schedules of pipelines as tables

@@ -15,7 +15,10 @@ A rotation's gradient is one the other way, and has the same form: this is done 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import math
+import operator
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -23,11 +26,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from xform.errors import Decline
 from xform.movement import Makers, makers
 from xform.rewrite import Site
-from xform.trace import Atom, Literal, Value, Var, shape_of
+from xform.trace import Atom, Literal, Value, Var, shape_of, typeof
 
 LANES = 128
+
+AMONG = (
+    "a region that is manual over some axes alone has values of outside of it; explicit collectives have none"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,13 +75,17 @@ class Rotations:
             return None
         if shape_of(first) != shape_of(second) or not isinstance(first, Var) or not isinstance(second, Var):
             return None
-        found = _Halves(self.made(site), half).sum(first, second)
+        found = _Halves(self.made(site), shape_of(first)).sum(first, second)
         if found is None or not any(part.swapped for _, parts in found for part in parts):
             return None
         if self.where and not re.search(self.where, f"{site.where} {site.line}"):
             return None
+        meshes = {typeof(x).sharding.mesh for x in site.values([p.of for _, parts in found for p in parts])}
+        if len(meshes) > 1:
+            raise Decline(f"halves of heads stay: {AMONG}")
         self.lines.append(site.line or site.where)
-        return [_emitted(site, self.made(site), half, found)]
+        with jax.sharding.use_abstract_mesh(meshes.pop()):  # that of a manual region, in one
+            return [_emitted(site, self.made(site), half, found)]
 
     def made(self, site: Site) -> Makers:
         _, found = self._makers.setdefault(id(site.jaxpr), (site.jaxpr, makers(site.jaxpr)))
@@ -87,8 +99,8 @@ Summed = list[tuple[tuple[int, int], list[Part]]]
 class _Halves:
     """Two expressions of halves as one of wholes."""
 
-    def __init__(self, made: Makers, half: int) -> None:
-        self.made, self.half = made, half
+    def __init__(self, made: Makers, shape: Sequence[int]) -> None:
+        self.made, self.half, self.size = made, shape[-1], math.prod(shape)
 
     def sum(self, first: Var, second: Var) -> Summed | None:
         ones, others = list(self.terms(first)), list(self.terms(second))
@@ -111,8 +123,13 @@ class _Halves:
         return None
 
     def part(self, first: Atom, second: Atom) -> Part | None:
-        if first is second and isinstance(first, Var) and shape_of(first)[-1:] == (self.half,):
-            return Part(first, both=True)
+        if first is second:  # put together twice, so it is to be small: the same for all heads
+            shape = shape_of(first)
+            return (
+                Part(first, both=True)
+                if shape[-1:] == (self.half,) and math.prod(shape) < self.size
+                else None
+            )
         a, b = self.half_of(first), self.half_of(second)
         if a is None or b is None or a[0] is not b[0] or a[1] == b[1] or not self.is_exact(a[0]):
             return None
@@ -135,7 +152,7 @@ class _Halves:
         return None
 
     def is_exact(self, x: Var) -> bool:
-        return source(self.made, x).aval.dtype == jnp.bfloat16
+        return _dtype(source(self.made, x)) == jnp.bfloat16
 
     def terms(self, v: Atom, sign: int = 1) -> Iterator[Term]:
         name, args = self.call(v)
@@ -162,36 +179,35 @@ class _Halves:
         return eqn.primitive.name, eqn.invars
 
 
-def source(made: Makers, x: Var) -> Var:
+def source(made: Makers, x: Atom) -> Atom:
     """The value in the dtype that it has before it is widened."""
-    eqn, _ = made.get(x, (None, 0))
-    if eqn is None or eqn.primitive.name != "convert_element_type":
+    if isinstance(x, Literal) or x not in made:
         return x
-    before = eqn.invars[0]
-    return before if isinstance(before, Var) and before.aval.dtype == jnp.bfloat16 else x
+    eqn, _ = made[x]
+    is_cast = eqn.primitive.name == "convert_element_type" and _dtype(eqn.invars[0]) == jnp.bfloat16
+    return eqn.invars[0] if is_cast else x
+
+
+def _dtype(x: Atom) -> Any:
+    aval: Any = x.aval
+    return aval.dtype
 
 
 def _emitted(site: Site, made: Makers, half: int, found: Summed) -> Value:
     dtype = site.out_avals[0].dtype
-    total = None
+    terms = []
     for signs, parts in found:
-        product, rest = None, signs
+        factors = []
         for part in sorted(parts, key=lambda part: not part.both):
             (x,) = site.values([source(made, part.of) if part.swapped else part.of])
             if part.both:
-                x = jnp.concatenate([_signed(x, s) for s in rest], -1)
-                rest = (1, 1)
-            elif part.swapped:
-                x = swapped(x, dtype)
-            product = x if product is None else product * x
-        if rest != (1, 1):
-            product = product * jnp.where(jnp.arange(2 * half) < half, *rest).astype(dtype)
-        total = product if total is None else total + product
-    return total
-
-
-def _signed(x: Value, sign: int) -> Value:
-    return -x if sign < 0 else x
+                x = jnp.concatenate([-x if sign < 0 else x for sign in signs], -1)
+                signs = (1, 1)
+            factors.append(swapped(x, dtype) if part.swapped else x)
+        if signs != (1, 1):
+            factors.append(jnp.where(jnp.arange(2 * half) < half, *signs).astype(dtype))
+        terms.append(functools.reduce(operator.mul, factors))
+    return functools.reduce(operator.add, terms)
 
 
 def swapped(x: Value, dtype: Any) -> Value:

@@ -10,8 +10,8 @@ import pytest
 
 from xform import Kernels, Plan, parallelize, topologies
 from xform.higher_order import equations
-from xform.kernels.rotations import Rotations
 from xform.rewrite import rewrite
+from xform.rotations import Rotations
 from xform.trace import Jaxpr, eval_jaxpr, trace_flat, typeof, without_dead
 
 B, T, H, D = 2, 5, 3, 14
@@ -81,6 +81,13 @@ def test_rotations_in_a_loop_that_is_differentiated() -> None:
 
 def test_numbers_that_a_product_would_round_stay() -> None:
     before, after = changed(turned, *operands(jnp.float32))
+    assert halves(after) == halves(before)
+
+
+def test_angles_of_each_heads_own_are_not_put_together_twice() -> None:
+    x, c, s = operands()
+    c, s = (jnp.broadcast_to(y, (B, T, H, D // 2)) for y in (c, s))
+    before, after = changed(turned, x, c, s)
     assert halves(after) == halves(before)
 
 
