@@ -124,35 +124,21 @@ MESHES: dict[str, tuple[dict[str, int], tuple[Shard, ...]]] = {
 
 @pytest.mark.slow  # whole steps on eight devices
 @pytest.mark.parametrize(
-    ("name", "mesh"),
+    ("name", "mesh", "schedule"),
     [
-        ("gpipe", "four stages"),
-        ("circular", "stages of fsdp, written out"),
-        ("1f1b", "stages of tensor, written out"),
-        ("eager-1f1b", "stages of fsdp"),
-        ("zb-h1", "stages of tensor"),
+        ("balanced experts", "four stages", "gpipe"),
+        ("balanced experts", "stages of fsdp, written out", "circular"),
+        ("documents", "stages of fsdp, written out", "1f1b"),
+        ("two sums", "stages of tensor, written out", "1f1b"),
+        ("a key a layer", "stages of fsdp", "eager-1f1b"),
+        ("balanced experts", "stages of tensor", "zb-h1"),
     ],
 )
-def test_schedules_over_meshes(name: str, mesh: str) -> None:
-    loss, params, data = PROGRAMS["balanced experts"]()
-    sizes, passes = MESHES[mesh]
-    step = piped(graded(loss), *passes, mesh=sizes, microbatches=4, **scheduled(name))
-    agree(run(step, params, *data), wanted("balanced experts"))
-
-
-@pytest.mark.slow  # programs with attention on eight devices
-@pytest.mark.parametrize(
-    ("name", "mesh"),
-    [
-        ("documents", "stages of fsdp, written out"),
-        ("a key a layer", "stages of fsdp"),
-        ("two sums", "stages of tensor, written out"),
-    ],
-)
-def test_programs_over_meshes(name: str, mesh: str) -> None:
+def test_programs_and_schedules_over_meshes(name: str, mesh: str, schedule: str) -> None:
     loss, params, data = PROGRAMS[name]()
     sizes, passes = MESHES[mesh]
-    agree(run(piped(graded(loss), *passes, mesh=sizes, schedule="1f1b"), params, *data), wanted(name))
+    step = piped(graded(loss), *passes, mesh=sizes, microbatches=4, **scheduled(schedule))
+    agree(run(step, params, *data), wanted(name))
 
 
 # ---------------------------------------------------------------- sizes
@@ -161,7 +147,6 @@ def test_programs_over_meshes(name: str, mesh: str) -> None:
 @pytest.mark.parametrize(
     ("layers", "stages", "name"),
     [
-        (7, 2, "circular"),
         slow(7, 2, "interleaved"),
         slow(10, 4, "zb-h1"),
         slow(5, 4, "1f1b"),

@@ -113,7 +113,7 @@ def test_our_models(model: Any, scan: bool) -> None:
 @pytest.mark.slow  # a whole model, compiled twice
 def test_of_two_stacks_the_larger_goes_over_stages() -> None:
     fn, args = encoder_decoder.loss(scan=True, **SMALL)
-    step = piped(jax.value_and_grad(fn), schedule="1f1b")
+    step = piped(jax.value_and_grad(fn), schedule="gpipe", microbatches=2)
     agree(run(step, *args), jax.jit(jax.value_and_grad(fn))(*args))
     assert "it is not the largest stack: every stage computes it" in str(step.trace(*args).report)
 
