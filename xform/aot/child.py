@@ -29,8 +29,10 @@ PR_SET_PDEATHSIG = 1
 def compile_packed(directory: Path) -> None:
     """Compile what `pack` wrote, to the end; write the scheduled module's text and its memory figures."""
     request: dict[str, Any] = json.loads((directory / "request.json").read_text())
-    asked = {key: tuple(x) if isinstance(x, list) else x for key, x in request["topology"].items()}
-    described = topologies.get_topology_desc(platform="tpu", **asked)
+    asked: dict[str, Any] = {
+        key: tuple(x) if isinstance(x, list) else x for key, x in request["topology"].items()
+    }
+    described: Any = topologies.get_topology_desc(platform="tpu", **asked)
     by_id = {device.id: device for device in described.devices}
     devices = [by_id[number] for number in request["devices"]]
     options = xla.CompileOptions.ParseFromString((directory / "options.pb").read_bytes())
