@@ -21,6 +21,9 @@ if DEVICES not in os.environ.get("XLA_FLAGS", ""):
     # Programs here are small and run once: compiling them is what takes time.
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}".strip()
 
+# What is imported stays: the garbage collector would find nothing in it.
+gc.set_threshold(1_000_000)
+
 import hypothesis  # noqa: E402  (after the environment: its plugins may import numpy and jax)
 
 # The same examples in every run, and no deadline: the first example of a test pays for jax's tracing.

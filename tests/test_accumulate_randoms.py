@@ -100,9 +100,14 @@ def drawn_shapes(program: Any) -> set[tuple[int, ...]]:
     return {shape_of(e.outvars[0]) for e in equations(program.jaxpr) if e.primitive.name == "threefry2x32"}
 
 
-@pytest.mark.parametrize("name", DRAWS)
-def test_a_microbatch_draws_what_the_whole_batch_draws(name: str) -> None:
-    program = same(dropped(DRAWS[name]), W, X, KEY)
+def test_a_microbatch_draws_what_the_whole_batch_draws() -> None:
+    """One program of all of them, which takes a fourth of the time of as many."""
+
+    def step(w: Any, x: Any, key: Any) -> Any:
+        return {name: dropped(draw)(w, x, key) for name, draw in DRAWS.items()}
+
+    program = same(step, W, X, KEY)
+    assert len(loops(program.jaxpr, 4)) >= len(DRAWS)
     assert FOLDED not in str(program.report) and "whole batch" not in str(program.report)
 
 
@@ -119,8 +124,7 @@ def test_keys_of_either_make_draw_the_whole_batchs_numbers(key: Any) -> None:
     assert FOLDED not in str(program.report)
 
 
-@pytest.mark.parametrize("steps", [1, 5])
-@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize(("groups", "steps"), [(1, 5), (2, 1), (2, 5)])
 @pytest.mark.parametrize("name", ["rows last", "rows of several entries", "rows' keys, split flat"])
 def test_rows_of_each_group_and_spare_ones_are_those_of_the_whole_batch(
     name: str, groups: int, steps: int
@@ -184,8 +188,18 @@ def unrolled(v: Any, w: Any, x: Any, y: Any, key: Any) -> Any:
 PASSES = {"": (), "remat": (Remat("full"),), "roll": (Roll(),)}
 
 
-@pytest.mark.parametrize("passes", PASSES)
-@pytest.mark.parametrize("loss", [scanned, carried, unrolled], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    ("loss", "passes"),
+    [
+        (scanned, ""),
+        (carried, ""),
+        (unrolled, ""),
+        (scanned, "remat"),
+        (carried, "remat"),
+        (unrolled, "roll"),
+    ],
+    ids=lambda each: each if isinstance(each, str) else each.__name__,
+)
 def test_dropout_in_layers_gives_the_whole_batchs_gradients(loss: Any, passes: str) -> None:
     program = same(graded(loss, argnums=(0, 1, 2)), V, W, X, Y, KEY, passes=PASSES[passes])
     assert FOLDED not in str(program.report)
@@ -249,9 +263,16 @@ WIDE = jax.random.normal(jax.random.key(5), (32, IN))
 TARGETS = jax.random.normal(jax.random.key(6), (32, OUT))
 
 
-@pytest.mark.parametrize("reduce", ["each", "once"])
-@pytest.mark.parametrize("collectives", ["auto", "explicit"])
-@pytest.mark.parametrize("loss", [scanned, unrolled], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    ("loss", "collectives", "reduce"),
+    [
+        (scanned, "auto", "each"),
+        (unrolled, "auto", "once"),
+        (scanned, "explicit", "once"),
+        (unrolled, "explicit", "each"),
+    ],
+    ids=lambda each: each if isinstance(each, str) else each.__name__,
+)
 def test_dropout_on_a_mesh_gives_the_gradients_of_one_device(
     loss: Any, collectives: Any, reduce: Any
 ) -> None:

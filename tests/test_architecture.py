@@ -1,13 +1,13 @@
 """Who may import whom, read from the source: the picture of the design, held."""
 
 import ast
+import functools
 import importlib
 import os
 import pathlib
 import subprocess
 import sys
 import types
-from collections.abc import Iterator
 
 import pytest
 
@@ -73,19 +73,22 @@ def modules(folder: str) -> list[pathlib.Path]:
     return sorted((CHECKOUT / folder).rglob("*.py"))
 
 
-def imports(path: pathlib.Path) -> Iterator[tuple[str, int]]:
+@functools.cache
+def imports(path: pathlib.Path) -> list[tuple[str, int]]:
     """The dotted names that a file imports, at any depth, and the lines: `from a import b` is `a.b`."""
     package = path.relative_to(CHECKOUT).parent.parts
     prefix = package if package[:1] == ("xform",) else ("xform", *package)
+    found: list[tuple[str, int]] = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield alias.name, node.lineno
+                found.append((alias.name, node.lineno))
         elif isinstance(node, ast.ImportFrom):
             above = prefix[: len(prefix) - node.level + 1] if node.level else ()
             base = ".".join((*above, *((node.module,) if node.module else ())))
             for alias in node.names:
-                yield f"{base}.{alias.name}", node.lineno
+                found.append((f"{base}.{alias.name}", node.lineno))
+    return found
 
 
 def within(name: str, *packages: str) -> bool:

@@ -319,10 +319,14 @@ def test_terms_of_a_gradient_come_in_the_dtype_they_are_summed_in() -> None:
     assert program.jaxpr.outvars[2].aval.dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize("collectives", ["explicit", "auto"])
 @pytest.mark.parametrize(
-    ("mesh", "tokens", "vocab"),
-    [({"fsdp": 8}, 8, 1), ({"data": 2, "fsdp": 4}, 8, 1), ({"fsdp": 4, "tensor": 2}, 4, 2)],
+    ("mesh", "tokens", "vocab", "collectives"),
+    [
+        ({"fsdp": 8}, 8, 1, "auto"),
+        ({"data": 2, "fsdp": 4}, 8, 1, "explicit"),
+        ({"fsdp": 4, "tensor": 2}, 4, 2, "explicit"),
+        ({"fsdp": 4, "tensor": 2}, 4, 2, "auto"),
+    ],
     ids=str,
 )
 def test_a_step_on_several_devices_agrees_with_one(

@@ -228,7 +228,7 @@ def test_an_update_that_takes_layers_together_is_as_exact(name: str) -> None:
 
 @pytest.mark.slow  # each example is compiled
 @settings(
-    phases=(Phase.generate,), max_examples=40, deadline=None, derandomize=True,
+    phases=(Phase.generate,), max_examples=25, deadline=None, derandomize=True,
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
 @given(st.lists(st.sampled_from(sorted(UPDATES)), min_size=2, max_size=6))

@@ -147,32 +147,19 @@ def test_weights_that_are_all_there_need_not_come_early() -> None:
 
 @pytest.mark.slow  # whole steps on eight devices
 @pytest.mark.parametrize(
-    ("name", "mesh"),
+    ("name", "mesh", "schedule"),
     [
-        ("gpipe", "four stages"),
-        ("circular", "stages of fsdp, written out"),
-        ("1f1b", "stages of tensor, written out"),
-        ("eager-1f1b", "stages of fsdp"),
-        ("zb-h1", "stages of tensor"),
+        ("balanced experts", "four stages", "gpipe"),
+        ("balanced experts", "stages of fsdp, written out", "circular"),
+        ("documents", "stages of fsdp, written out", "1f1b"),
+        ("two sums", "stages of tensor, written out", "1f1b"),
+        ("a key a layer", "stages of fsdp", "eager-1f1b"),
+        ("balanced experts", "stages of tensor", "zb-h1"),
     ],
 )
-def test_schedules_over_meshes(name: str, mesh: str) -> None:
+def test_programs_and_schedules_over_meshes(name: str, mesh: str, schedule: str) -> None:
     sizes, passes = MESHES[mesh]
-    same(PROGRAMS["balanced experts"](), *passes, mesh=sizes, **scheduled(name))
-
-
-@pytest.mark.slow  # programs with attention on eight devices
-@pytest.mark.parametrize(
-    ("name", "mesh"),
-    [
-        ("documents", "stages of fsdp, written out"),
-        ("a key a layer", "stages of fsdp"),
-        ("two sums", "stages of tensor, written out"),
-    ],
-)
-def test_programs_over_meshes(name: str, mesh: str) -> None:
-    sizes, passes = MESHES[mesh]
-    same(PROGRAMS[name](), *passes, mesh=sizes, schedule="1f1b")
+    same(PROGRAMS[name](), *passes, mesh=sizes, **scheduled(schedule))
 
 
 # ---------------------------------------------------------------- sizes
@@ -181,7 +168,6 @@ def test_programs_over_meshes(name: str, mesh: str) -> None:
 @pytest.mark.parametrize(
     ("layers", "stages", "name"),
     [
-        (7, 2, "circular"),
         slow(7, 2, "interleaved"),
         slow(10, 4, "zb-h1"),
         slow(5, 4, "1f1b"),

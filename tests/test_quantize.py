@@ -356,8 +356,15 @@ def wider(recipe: str) -> Quantize:
     return Quantize("none", rules={"param:up": "wider"}, recipes={"wider": own | calibrations})
 
 
-@pytest.mark.parametrize("collectives", ["explicit", "auto"])
-@pytest.mark.parametrize(("what", "mesh", "recipe"), CODED)
+@pytest.mark.parametrize(
+    ("what", "mesh", "recipe", "collectives"),
+    [
+        *((*case, "explicit") for case in CODED),
+        *((what, "data, fsdp, tensor", "int8", "auto") for what in ("dot", "ragged", "conv")),
+        *((what, "fsdp and tensor", "fp8", "auto") for what in ("dot", "ragged", "conv")),
+        ("dot", "data, fsdp, tensor", "stochastic", "auto"),
+    ],
+)
 def test_codes_are_the_same_on_any_mesh(what: str, mesh: str, recipe: str, collectives: Any) -> None:
     """A scale is that of the whole array, over all devices that have a part of what shares it."""
     fn, args = ON_MESHES[what]

@@ -719,7 +719,9 @@ def test_a_function_over_the_batch_and_its_gradient_are_exact(name: str) -> None
     program = parallel.trace(params, batch)
     assert "shard_map" in primitives(program.jaxpr)
     assert not program.report.of("declined"), program.report
-    for x, y in zip(*map(jax.tree.leaves, (parallel(params, batch), step(params, batch))), strict=True):
+    for x, y in zip(
+        *map(jax.tree.leaves, (parallel(params, batch), jax.jit(step)(params, batch))), strict=True
+    ):
         np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)  # sums of 64 terms, in another order
 
 

@@ -301,7 +301,7 @@ def updated(listing: Any, around: str) -> Callable:
 @pytest.mark.slow  # each example is compiled twice
 @settings(
     phases=(Phase.generate,),
-    max_examples=25,
+    max_examples=15,
     deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),

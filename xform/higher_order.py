@@ -55,7 +55,9 @@ def bodies(eqn: JaxprEqn) -> list[Jaxpr]:
         if isinstance(value, Jaxpr):
             found.append(value)
         elif isinstance(value, (tuple, list)):
-            found.extend(v for v in value if isinstance(v, Jaxpr))
+            for v in value:
+                if isinstance(v, Jaxpr):
+                    found.append(v)
     return found
 
 

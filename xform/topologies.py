@@ -142,18 +142,21 @@ class Topology:
         slices = f"{self.slices}x" if self.slices > 1 else ""
         return f"{slices}{self.kind.name}:{_shape_text(self.shape)}"
 
+    @property
+    def description(self) -> dict[str, Any]:
+        """What libtpu is asked for: options of `jax.experimental.topologies.get_topology_desc`."""
+        return {
+            "topology_name": f"{self.kind.name}:{_shape_text(self.shape)}",
+            "chip_config_name": self.kind.config,
+            "chips_per_host_bounds": self.host_bounds,
+            "num_slices": self.slices,
+            "wrap": self.wrap,
+        }
+
     def devices(self) -> list[Any]:
         """Abstract devices, which programs can be lowered and compiled for. Needs libtpu, no TPU."""
         prepare_environment()
-        description = topologies.get_topology_desc(
-            platform="tpu",
-            topology_name=f"{self.kind.name}:{_shape_text(self.shape)}",
-            chip_config_name=self.kind.config,
-            chips_per_host_bounds=self.host_bounds,
-            num_slices=self.slices,
-            wrap=self.wrap,
-        )
-        return list(description.devices)
+        return list(topologies.get_topology_desc(platform="tpu", **self.description).devices)
 
     def __str__(self) -> str:
         slices = f"{self.slices} slices of " if self.slices > 1 else ""

@@ -1,6 +1,7 @@
 """Programs compiled for a TPU topology, without a TPU.
 
-`compiling` is the way in; `child` is the process that compiles; `donation` says what was reused.
+`compiling` is the way in; `packing` writes a program down for `child`, the process that compiles; `donation`
+says what was reused.
 """
 
 from xform.aot.compiling import CompilerError, OutOfDeviceMemory, Result, compile_lowered

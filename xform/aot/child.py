@@ -1,16 +1,14 @@
-"""The process that compiles: `python -m xform.aot.child DIRECTORY`, started and ended by `xform.aot`.
+"""The process that compiles: `python child.py DIRECTORY`, started and ended by `xform.aot`.
 
 Code generation is nearly all of a compilation's time and tells nothing about memory or traffic, and XLA has
 no way to stop before it: so it compiles in a process of its own, which is ended when what was wanted is on
-disk. A lowered program reaches it as the StableHLO and the compile options that `jax.stages.Lowered.compile`
-would have handed to the compiler (`pack`), so that what is compiled here is what would have been compiled
-there.
+disk. A lowered program reaches it as `packing` writes it down. It imports JAX alone: all of xform would take
+as long as many a compilation.
 """
 
 from __future__ import annotations
 
 import ctypes
-import io
 import json
 import os
 import signal
@@ -20,47 +18,22 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
+from jax.experimental import topologies
+from jax.interpreters import mlir
 from jaxlib import _jax as xla
 from jaxlib.mlir import ir
-
-from xform import topologies
-from xform.trace import mlir, pxla
 
 PR_SET_PDEATHSIG = 1
 
 
-def pack(lowered: jax.stages.Lowered, topology: topologies.Topology, directory: Path) -> None:
-    """Write what the child needs to compile `lowered`, a program lowered for the topology's devices."""
-    lowering: Any = lowered._lowering  # type: ignore[attr-defined]
-    args = lowering.compile_args
-    devices = lowering._device_list
-    ins, outs = (
-        tuple(pxla.maybe_concretize_mesh(sharding, devices) for sharding in args[key])
-        for key in ("in_shardings", "out_shardings")
-    )
-    free_ins, free_outs = pxla.get_prop_to_input_output(ins, outs, len(args["ordered_effects"]))
-    listed = np.array(list(devices), dtype=object)
-    options = pxla.create_compile_options(
-        lowering._hlo, args["tuple_args"], free_ins, free_outs, args["backend"], listed,
-        dict(lowering._compiler_options_kvs),
-    )  # fmt: skip
-    module = io.BytesIO()
-    lowering._hlo.operation.write_bytecode(file=module)
-    (directory / "module.mlirbc").write_bytes(module.getvalue())
-    (directory / "options.pb").write_bytes(options.SerializeAsString())
-    request = {"topology": topology.name, "devices": [device.id for device in listed]}
-    (directory / "request.json").write_text(json.dumps(request))
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    return dict(json.loads(path.read_text()))
-
-
 def compile_packed(directory: Path) -> None:
     """Compile what `pack` wrote, to the end; write the scheduled module's text and its memory figures."""
-    request = read_json(directory / "request.json")
-    by_id = {device.id: device for device in topologies.parse(request["topology"]).devices()}
+    request: dict[str, Any] = json.loads((directory / "request.json").read_text())
+    asked: dict[str, Any] = {
+        key: tuple(x) if isinstance(x, list) else x for key, x in request["topology"].items()
+    }
+    described: Any = topologies.get_topology_desc(platform="tpu", **asked)
+    by_id = {device.id: device for device in described.devices}
     devices = [by_id[number] for number in request["devices"]]
     options = xla.CompileOptions.ParseFromString((directory / "options.pb").read_bytes())
     options.executable_build_options.debug_options.xla_dump_to = str(directory / "dump")

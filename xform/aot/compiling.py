@@ -9,6 +9,7 @@ Traffic, arithmetic, trip counts and memory are those of a full compilation; wha
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import os
 import re
@@ -23,8 +24,8 @@ from typing import Any
 import jax
 
 from xform import hlo, promises
-from xform.aot import child as aot_child
 from xform.aot.donation import Donation, donation
+from xform.aot.packing import pack
 from xform.errors import PlanError
 from xform.hlo import buffers
 from xform.hlo import collectives as hlo_collectives
@@ -35,6 +36,7 @@ from xform.report import Report, Traffic
 from xform.topologies import ENVIRONMENT, Topology, prepare_environment
 from xform.trace import Jaxpr
 
+CHILD = Path(__file__).with_name("child.py")
 POLL_SECONDS = 0.05
 PROGRESS_SECONDS = 5.0
 WORTH_NAMING = 1000  # buffers of at least this part of a device's memory are named
@@ -162,7 +164,7 @@ def compile_lowered(
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="xform-aot-") as name:
         work = directory or Path(name)
-        aot_child.pack(lowered, topology, work)
+        pack(lowered, topology, work)
         _run_child(work, full, progress or (lambda line: None))
         text, memory = _outcome(work, full, topology)
     axes = dict(mesh.shape)
@@ -189,13 +191,11 @@ def compile_lowered(
 
 def _run_child(directory: Path, full: bool, progress: Callable[[str], None]) -> None:
     """Run the child until it ends, or has written what is wanted. It never outlives this call."""
-    root = str(Path(__file__).resolve().parents[2])
-    paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    environment = ENVIRONMENT | os.environ | {"PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu"}
+    environment = ENVIRONMENT | os.environ | {"JAX_PLATFORMS": "cpu"}
     start = told = time.monotonic()
     with (directory / "log.txt").open("wb") as log:
         child = subprocess.Popen(
-            [sys.executable, "-P", "-m", aot_child.__name__, str(directory)],
+            [sys.executable, "-P", str(CHILD), str(directory)],
             stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment,
         )  # fmt: skip
         try:
@@ -229,7 +229,7 @@ def _outcome(directory: Path, full: bool, topology: Topology) -> tuple[str, dict
     assigned = _found(directory, _BUFFERS)
     memory: dict[str, int | None] = {"peak": None}
     if full and (directory / "memory.json").exists():
-        stats = aot_child.read_json(directory / "memory.json")
+        stats = json.loads((directory / "memory.json").read_text())
         memory |= {key: stats.get(f"{key}_size_in_bytes", 0) for key in buffers.memory("")}
         memory["peak"] = stats["peak_memory_in_bytes"]
         return (directory / "compiled.txt").read_text(), memory

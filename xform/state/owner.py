@@ -58,13 +58,15 @@ def _comes_back(
     """Whether results are made of these leaves, one of each, element by element: most of the largest."""
     pairs = [(inputs[leaf], out) for leaf, out in zip(leaves, results, strict=True) if leaf in inputs]
     pairs.sort(key=lambda pair: -math.prod(shape_of(jaxpr.invars[pair[0]])))
-    made = [i in _made_of(jaxpr, out) for i, out in pairs[:LOOKED_AT]]
+    made = [i in _made_of(jaxpr, [out]) for i, out in pairs[:LOOKED_AT]]
     return 2 * sum(made) > len(made)
 
 
-def _made_of(jaxpr: Jaxpr, result: int) -> set[int]:
-    """The inputs of a program of which a result is made without a sum or a product of several elements."""
-    need = {v for v in (jaxpr.outvars[result],) if isinstance(v, Var)}
+def _made_of(jaxpr: Jaxpr, results: Sequence[int]) -> set[int]:
+    """The inputs of a program of which any of these results is made without a sum or a product of several
+    elements.
+    """
+    need = {v for n in results if isinstance(v := jaxpr.outvars[n], Var)}
     for eqn in reversed(jaxpr.eqns):
         if eqn.primitive.name in SUMS or need.isdisjoint(eqn.outvars):
             continue
@@ -81,5 +83,5 @@ def _through(eqn: JaxprEqn, results: Sequence[int]) -> set[Var]:
     for number, body in enumerate(bodies(eqn)):
         if len(body.outvars) == len(eqn.outvars):
             outer = operands(eqn, number)
-            found |= {outer[i] for n in results for i in _made_of(body, n)}
+            found |= {outer[i] for i in _made_of(body, results)}
     return {v for at in found if at is not None and isinstance(v := eqn.invars[at], Var)}
