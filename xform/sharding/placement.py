@@ -22,12 +22,22 @@ def put(x: Any, sharding: NamedSharding | None) -> Any:
     if sharding is None:
         return x
     if sharding.is_fully_addressable or (isinstance(x, jax.Array) and not x.is_fully_addressable):
-        return jax.device_put(x, sharding)
+        return jax.device_put(_in_memory(x), sharding)
     if jax.dtypes.issubdtype(dtype_of(x), jax.dtypes.prng_key):
         data = put(jax.random.key_data(x), NamedSharding(sharding.mesh, sharding.spec))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     host = np.asarray(x)
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def _in_memory(x: Any) -> Any:
+    """What one CPU has, as the numbers that they are: an array of a device is cut up by a program, which jax
+    compiles for each shape.
+    """
+    if not isinstance(x, jax.Array) or jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
+        return x
+    devices = x.sharding.device_set
+    return np.asarray(x) if len(devices) == 1 and next(iter(devices)).platform == "cpu" else x
 
 
 def put_row(row: Sequence[Any], sharding: NamedSharding | None, order: Order | None = None) -> Any:
