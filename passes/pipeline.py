@@ -28,7 +28,8 @@ from xform.pipeline import Pipelined, Shape
 from xform.pipeline.arrays import is_floating
 from xform.pipeline.balance import sizes_of
 from xform.pipeline.choice import LAYERS, MICROBATCHES, STACKS, Choice, best
-from xform.pipeline.cutting import Stack
+from xform.pipeline.chunks import Placing
+from xform.pipeline.pieces import Stack
 from xform.pipeline.ticks import run_of
 from xform.registry import unknown
 from xform.report import Report, amount
@@ -214,7 +215,14 @@ class Pipeline:
         for part, sizes in zip(parts, pipelined.shape.sizes, strict=True):
             if part.stack is not None:
                 what = f"{part.layers} layers are {schedule.stages} stages over {self.axis!r}"
-                report.did("pipeline", what, _layers(sizes, schedule), source_line(part.stack.eqn))
+                line = source_line(part.stack.eqn)
+                report.did("pipeline", what, _layers(sizes, schedule), line)
+                placing = Placing.of(sizes, schedule.stages, part.reverse)
+                if placing.ragged:
+                    why = (
+                        f"blocks differ in layers: each step puts {part.layers} in {placing.layers.size} rows"
+                    )
+                    report.declined("pipeline", "layers stored as stages have them", why, line)
             else:
                 where = f"on stage {sizes.index(1) % schedule.stages}"
                 report.did("pipeline", f"{part.name} is a layer of its own", where)
@@ -260,7 +268,6 @@ def _layers(sizes: Sequence[int], schedule: Schedule) -> str:
     uneven = f", or {min(there)}" if min(there) < max(there) else ""
     chunks = {n // schedule.stages for n, size in enumerate(sizes) if size}
     runs = f"{len(chunks)} chunks of" if len(chunks) > 1 else "a run of"
-    some = f" on {len(there)} of {len(chunks) * schedule.stages} blocks" if 0 in sizes else ""
-    if len(there) == len(chunks) * schedule.stages:
-        some = ""
+    blocks = len(chunks) * schedule.stages
+    some = f" on {len(there)} of {blocks} blocks" if len(there) < blocks else ""
     return f"{runs} {_counted(max(there), 'layer')}{uneven} each{some}"

@@ -16,7 +16,7 @@ from tests.test_pipeline import SCHEDULED, piped, scheduled, slow
 from xform import Shard
 from xform.api import Parallelized
 from xform.higher_order import bodies, equations, scan_parts
-from xform.pipeline.cutting import reached
+from xform.pipeline.pieces import reached
 from xform.pipeline.ticks import run_of
 from xform.schedules import Schedule, cost, make
 from xform.trace import Jaxpr, JaxprEqn

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 from xform.flops import product_flops
-from xform.pipeline.cutting import Part
+from xform.pipeline.pieces import Part
 
 MORE = 1.1
 """What the slowest block may take of that of the best cut, where each stack has chunks of its own."""

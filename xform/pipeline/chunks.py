@@ -18,8 +18,8 @@ import numpy as np
 
 from xform.ops import resident
 from xform.pipeline.arrays import is_floating, replaced, typed
-from xform.pipeline.cutting import Part, Pieces
 from xform.pipeline.layer import Layer
+from xform.pipeline.pieces import Part, Pieces
 from xform.pipeline.ticks import OUTSIDE, WAITING, of_part
 from xform.trace import Value, inline
 
@@ -67,7 +67,7 @@ class Placing:
         """A row of each layer, of those of all stages."""
         found = np.zeros(self.counts.sum(), np.int32)
         for stage, chunk in np.ndindex(self.counts.shape):
-            row = self.starts[chunk] + np.arange(self.counts[stage, chunk])
+            row = int(self.starts[chunk]) + np.arange(int(self.counts[stage, chunk]))
             found[self.layers[stage, row]] = stage * self.rows + row
         return found
 
@@ -212,7 +212,8 @@ class Turns:
 
     def rest(self, turn: Turn, own: Own, cols: Mapping[str, Value], every: Mapping[str, Any]) -> list[Value]:
         """What a layer takes besides what moves."""
-        operands, told = self.layer.operands, ([], [])
+        operands = self.layer.operands
+        told: tuple[Sequence[Value], Sequence[Value]] = [], []
         if operands.told or operands.told_rows:
             m, count = cols["microbatch"], len(self.pieces.told)
             data = [_at(x, m) for x in every["data"]]

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from xform.pipeline.arrays import is_floating
-from xform.pipeline.cutting import Part, Pieces, reached
+from xform.pipeline.pieces import Part, Pieces, reached
 from xform.rewrite import Site, rewrite
 from xform.spmd.keeping import narrowed
 from xform.trace import Jaxpr, Literal, Value, Var, inline, trace_flat, without_dead

@@ -28,8 +28,9 @@ from xform.batch.microbatches import Leaves, Swept
 from xform.errors import Decline, PlanError
 from xform.ops import resident
 from xform.pipeline.chunks import Own
-from xform.pipeline.cutting import Pieces, Stack, cut, find_stacks, size_of
+from xform.pipeline.cutting import cut
 from xform.pipeline.ends import Ends
+from xform.pipeline.pieces import Pieces, Stack, find_stacks, size_of
 from xform.pipeline.rounds import Phase, Round
 from xform.pipeline.setting import Setting, Shape, Sort, When
 from xform.pipeline.stages import Stages
