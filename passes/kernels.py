@@ -20,13 +20,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from xform.axes import Scope
 from xform.context import Context
 from xform.errors import Decline, PlanError
 from xform.heads import CHUNKED
-from xform.higher_order import equations
+from xform.higher_order import equations, manual_axes
 from xform.kernels import lowering
 from xform.kernels.lowering import Options
 from xform.ops import Operation, apply, operation_of
@@ -161,16 +161,18 @@ class Kernels:
             op = operation_of(site.eqn)
             if op is None or _is_manual(site.eqn):
                 return None
+            inside = manual_axes(jaxpr, site.path)  # the stages of a pipeline, say
             axes: dict[str, tuple[str, ...]] = {}
             scattered: Sequence[PartitionSpec] = [PartitionSpec()] * len(op.results)
             if roles is not None:
                 scope = roles.axes.scope(site.path)
                 axes = _axes(op, site, roles, scope, context)
+                axes = {c: tuple(a for a in over if a not in inside) for c, over in axes.items()}
                 scattered = [
                     _scattered(dims, var, terms_of(op, number, axes), axes, roles, scope, context)
                     for number, (dims, var) in enumerate(zip(op.results, site.eqn.outvars, strict=True))
                 ]
-            return list(_region(op, axes, scattered, context)(*site.args))
+            return _region(op, axes, scattered, context, inside)(*site.args)
 
         return rewrite(jaxpr, rule, context.report, "kernels")
 
@@ -198,10 +200,15 @@ def _is_manual(eqn: Any) -> bool:
 
 
 def _region(
-    op: Operation, axes: Mapping[str, tuple[str, ...]], scattered: Sequence[PartitionSpec], context: Context
-) -> Callable[..., Any]:
+    op: Operation,
+    axes: Mapping[str, tuple[str, ...]],
+    scattered: Sequence[PartitionSpec],
+    context: Context,
+    inside: frozenset[str],
+) -> Callable[..., list[Value]]:
     """The operation in a shard_map over the axes of its dimensions; what it gives as terms of a sum is added
-    up there, and where the sum is to lie over the axes of its terms, `scattered` says so.
+    up there, and where the sum is to lie over the axes of its terms, `scattered` says so. inside: axes of
+    manual regions that it stands in, which are not for it.
     """
 
     def spec(dims: str, more: PartitionSpec = NOWHERE) -> PartitionSpec:
@@ -218,14 +225,21 @@ def _region(
 
     over = ", ".join(f"{c} over {','.join(a)}" for c, a in axes.items() if a)
     context.report.did("kernels", f"{op.name} in a shard_map of its own", over or "whole on every device")
+    mesh = context.mesh.abstract_mesh.update_axis_types(dict.fromkeys(inside, AxisType.Manual))
     region: Callable[..., Any] = jax.shard_map(
         run,
-        mesh=context.mesh,
+        mesh=mesh if inside else context.mesh,
+        axis_names=set(context.mesh.axis_names) - inside,
         in_specs=tuple(map(spec, op.operands)),
         out_specs=[spec(dims, more) for dims, more in zip(op.results, scattered, strict=True)],
         check_vma=False,
     )
-    return region
+
+    def within(*args: Value) -> list[Value]:
+        with jax.sharding.use_abstract_mesh(mesh):
+            return list(region(*args))
+
+    return within if inside else lambda *args: list(region(*args))
 
 
 def _summed(x: Value, axes: Sequence[str], spec: PartitionSpec) -> Value:

@@ -9,7 +9,20 @@ import pytest
 from tests import public
 from tests.layered import PROGRAMS
 from tests.test_pipeline import MESHES, agree, graded, piped, run, scheduled, slow, wanted
-from xform import Accumulate, Kernels, Narrow, Pipeline, Plan, Quantize, Remat, Roll, Shard, check
+from xform import (
+    Accumulate,
+    Kernels,
+    Narrow,
+    Pipeline,
+    Plan,
+    Quantize,
+    Remat,
+    Roll,
+    Shard,
+    check,
+    parallelize,
+    topologies,
+)
 from xform.models import gpt2, llama
 
 # ---------------------------------------------------------------- what is kept, and what is done again
@@ -59,6 +72,20 @@ def test_residuals_on_the_host(remat: Remat) -> None:
 def test_attention_that_was_raised(passes: tuple[Any, ...], schedule: str) -> None:
     loss, params, data = PROGRAMS["documents"]()
     agree(run(piped(graded(loss), *passes, schedule=schedule), params, *data), wanted("documents"))
+
+
+@pytest.mark.slow  # a model with kernels, lowered
+def test_kernels_in_stages_that_the_compiler_partitions() -> None:
+    """They get a region over the other axes alone: that of the stages is there already."""
+    fn, args = llama.loss(size="tiny", scan=True, layers=2, batch=4, length=512)
+    plan = Plan(
+        {"stage": 2, "fsdp": 2},
+        [Kernels(), Pipeline(microbatches=2, schedule="1f1b"), Shard(collectives="auto")],
+    )
+    step = parallelize(jax.value_and_grad(fn), plan, devices=topologies.parse("v5e:2x2").devices())
+    lowered = step.lower(*args)
+    assert "tpu_custom_call" in lowered.as_text()
+    assert "attention in a shard_map of its own: b over fsdp" in str(lowered.report())
 
 
 @pytest.mark.slow  # compiles a quantized program

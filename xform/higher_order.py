@@ -9,7 +9,7 @@ rebuilt by putting the new bodies where the old ones were.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -136,6 +136,17 @@ def scope(eqn: JaxprEqn) -> contextlib.AbstractContextManager[Any]:
         p = eqn.params
         return in_shard_map(p["mesh"], p["newly_manual_axes"], p["check_vma"])
     return contextlib.nullcontext()
+
+
+def manual_axes(jaxpr: Jaxpr, path: Sequence[tuple[int, int]]) -> frozenset[str]:
+    """The mesh axes over which the regions are manual that a body stands in."""
+    found: set[str] = set()
+    for index, number in path:
+        eqn = jaxpr.eqns[index]
+        if eqn.primitive.name == "shard_map":
+            found |= set(eqn.params["newly_manual_axes"])
+        jaxpr = bodies(eqn)[number]
+    return frozenset(found)
 
 
 # ---------------------------------------------------------------- what is passed to a body, and what comes
