@@ -191,7 +191,7 @@ def test_accumulate_adds_up_what_it_sums_over_rows() -> None:
     shapes = {e.outvars[0].aval.shape for e in equations(run.trace(w, x).jaxpr)}
     assert (4, 7) in shapes and (16, 7) not in shapes
     for a, b in zip(run(w, x), jax.value_and_grad(loss)(w, x), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-4)
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-4 * np.abs(b).max())  # sums in another order
 
 
 def test_the_plain_form_of_parts_is_traced_for_their_sizes() -> None:

@@ -131,10 +131,9 @@ SMALL = {"size": "tiny", "layers": 4, "batch": 4, "length": 8, "abstract": False
 
 
 @pytest.mark.slow  # whole models, compiled twice
-@pytest.mark.parametrize(("model", "scan"), [(gpt2, False), (llama, True)], ids=["gpt2", "llama"])
-def test_our_models(model: Any, scan: bool) -> None:
-    fn, args = model.loss(scan=scan, **SMALL)
-    step = piped(jax.value_and_grad(fn), *(() if scan else (Roll(),)), schedule="1f1b")
+def test_a_model_layer_by_layer() -> None:
+    fn, args = gpt2.loss(scan=False, **SMALL)
+    step = piped(jax.value_and_grad(fn), Roll(), schedule="1f1b")
     agree(run(step, *args), jax.jit(jax.value_and_grad(fn))(*args))
 
 
@@ -149,7 +148,7 @@ def test_public_models(name: str) -> None:
 
 @pytest.mark.slow  # a whole model on eight devices
 def test_a_model_over_stages_and_fsdp() -> None:
-    fn, args = llama.loss(scan=False, **(SMALL | {"batch": 8}))
+    fn, args = llama.loss(scan=True, **(SMALL | {"batch": 8}))
     sizes, passes = MESHES["stages of fsdp, written out"]
     plan = Plan(sizes, [Pipeline(microbatches=4, schedule="1f1b"), Remat("full"), *passes])
     result = check(fn, args, plan)

@@ -248,16 +248,16 @@ import jax
 import xform
 from tests.layered import PROGRAMS
 loss, params, data = PROGRAMS["documents"]()
-for options in ({"schedule": "1f1b"}, {"schedule": "circular", "repeats": 4}):
-    shard = xform.Shard(strict=False, collectives="explicit")
-    plan = xform.Plan({"stage": 2, "fsdp": 2}, [xform.Pipeline(microbatches=4, **options), shard])
-    step = xform.parallelize(jax.value_and_grad(loss), plan, devices=jax.devices()[:4])
-    lowered = step.lower(params, *data)
-    print(lowered.as_text(), lowered.report())
+pipeline = xform.Pipeline(microbatches=4, schedule="circular", repeats=4)
+shard = xform.Shard(strict=False, collectives="explicit")
+plan = xform.Plan({"stage": 2, "fsdp": 2}, [pipeline, shard])
+step = xform.parallelize(jax.value_and_grad(loss), plan, devices=jax.devices()[:4])
+lowered = step.lower(params, *data)
+print(lowered.as_text(), lowered.report())
 """
 
 
-@pytest.mark.slow  # starts two processes that trace and lower two steps each
+@pytest.mark.slow  # starts two processes that trace and lower a step each
 def test_two_processes_lower_a_pipeline_to_the_same_bytes() -> None:
     texts = twice(PROGRAM)
     assert texts[0] == texts[1] and texts[0].count(b"collective_permute") > 8
