@@ -36,8 +36,8 @@ def _in_memory(x: Any) -> Any:
     """
     if not isinstance(x, jax.Array) or jax.dtypes.issubdtype(x.dtype, jax.dtypes.extended):
         return x
-    devices = x.sharding.device_set
-    return np.asarray(x) if len(devices) == 1 and next(iter(devices)).platform == "cpu" else x
+    devices: list[Any] = list(x.sharding.device_set)
+    return np.asarray(x) if len(devices) == 1 and devices[0].platform == "cpu" else x
 
 
 def put_row(row: Sequence[Any], sharding: NamedSharding | None, order: Order | None = None) -> Any:
