@@ -139,14 +139,18 @@ class Mlp(nnx.Module):
         return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
 
 
-class Layer(nnx.Module):
-    """Attention and MLP, each behind a norm and added to the residual stream."""
+Block = Callable[[Any, nnx.Rngs], nnx.Module]
+"""Makes what a layer applies to each token, of a configuration."""
 
-    def __init__(self, config: Config, rngs: nnx.Rngs):
+
+class Layer(nnx.Module):
+    """Attention and MLP, or what is in its place, each behind a norm and added to the residual stream."""
+
+    def __init__(self, config: Config, rngs: nnx.Rngs, mlp: Block = Mlp):
         self.attention_norm = RMSNorm(config, rngs)
         self.attention = Attention(config, rngs)
         self.mlp_norm = RMSNorm(config, rngs)
-        self.mlp = Mlp(config, rngs)
+        self.mlp: Any = mlp(config, rngs)
 
     def __call__(self, x: jax.Array, rotation: Rotation, mask: jax.Array) -> jax.Array:
         x = x + self.attention(self.attention_norm(x), rotation, mask)
@@ -161,17 +165,19 @@ class Layer(nnx.Module):
 
 
 class Llama(nnx.Module):
-    """The decoder; `scan` keeps the layers' weights stacked on axis 0 and runs them in one loop."""
+    """The decoder; `scan` keeps the layers' weights stacked on axis 0 and runs them in one loop. mlp: what
+    layers have beside attention.
+    """
 
-    def __init__(self, config: Config, scan: bool, rngs: nnx.Rngs):
+    def __init__(self, config: Config, scan: bool, rngs: nnx.Rngs, mlp: Block = Mlp):
         self.config = config
         self.scan = scan
         self.embed = nnx.Embed(config.vocab, config.embed, dtype=config.dtype, rngs=rngs)
         if scan:
-            stacked = nnx.vmap(lambda rngs: Layer(config, rngs), in_axes=0, out_axes=0)
+            stacked = nnx.vmap(lambda rngs: Layer(config, rngs, mlp), in_axes=0, out_axes=0)
             self.layers: Any = nnx.split_rngs(splits=config.layers)(stacked)(rngs)
         else:
-            self.layers = nnx.List([Layer(config, rngs) for _ in range(config.layers)])
+            self.layers = nnx.List([Layer(config, rngs, mlp) for _ in range(config.layers)])
         self.norm = RMSNorm(config, rngs)
         self.head = nnx.Linear(config.embed, config.vocab, use_bias=False, dtype=config.dtype, rngs=rngs)
 
@@ -229,14 +235,14 @@ class Llama(nnx.Module):
         return rotation_at(positions, self.config.head_dim, self.config.rope_base)
 
 
-def definition(config: Config, scan: bool) -> nnx.GraphDef:
+def definition(config: Config, scan: bool, mlp: Block) -> nnx.GraphDef:
     """What `nnx.merge` needs beside the weights."""
-    return nnx.split(nnx.eval_shape(lambda: Llama(config, scan, nnx.Rngs(0))))[0]
+    return nnx.split(nnx.eval_shape(lambda: Llama(config, scan, nnx.Rngs(0), mlp)))[0]
 
 
-def initial_params(config: Config, scan: bool, key: jax.Array) -> Params:
+def initial_params(config: Config, scan: bool, key: jax.Array, mlp: Block = Mlp) -> Params:
     """Random weights as nested dicts of arrays."""
-    return nnx.to_pure_dict(nnx.state(Llama(config, scan, nnx.Rngs(key))))
+    return nnx.to_pure_dict(nnx.state(Llama(config, scan, nnx.Rngs(key), mlp)))
 
 
 def empty_cache(config: Config, scan: bool, batch: int, length: int) -> Cache:
@@ -247,9 +253,9 @@ def empty_cache(config: Config, scan: bool, batch: int, length: int) -> Cache:
     return [{name: jnp.zeros(shape, config.dtype) for name in ("key", "value")} for _ in range(config.layers)]
 
 
-def apply(config: Config, scan: bool) -> Callable[[Params, Batch], jax.Array]:
+def apply(config: Config, scan: bool, mlp: Block = Mlp) -> Callable[[Params, Batch], jax.Array]:
     """The logits of a batch as a function of the weights."""
-    graph = definition(config, scan)
+    graph = definition(config, scan, mlp)
 
     def forward(params: Params, batch: Batch) -> jax.Array:
         model = nnx.merge(graph, params)
@@ -258,9 +264,9 @@ def apply(config: Config, scan: bool) -> Callable[[Params, Batch], jax.Array]:
     return forward
 
 
-def decode(config: Config, scan: bool) -> Callable[..., tuple[jax.Array, Cache]]:
+def decode(config: Config, scan: bool, mlp: Block = Mlp) -> Callable[..., tuple[jax.Array, Cache]]:
     """One more token's logits, and the cache with it, as a function of weights, cache, token and position."""
-    graph = definition(config, scan)
+    graph = definition(config, scan, mlp)
 
     def step(params: Params, cache: Cache, token: jax.Array, position: jax.Array) -> tuple[jax.Array, Cache]:
         return nnx.merge(graph, params).decode(cache, token, position)
