@@ -124,9 +124,9 @@ class Attention(nnx.Module):
 
 
 class Mlp(nnx.Module):
-    """SwiGLU."""
+    """SwiGLU. config: with `embed`, `mlp` and `dtype`."""
 
-    def __init__(self, config: Config, rngs: nnx.Rngs):
+    def __init__(self, config: Any, rngs: nnx.Rngs):
         def linear(size_in: int, size_out: int) -> nnx.Linear:
             return nnx.Linear(size_in, size_out, use_bias=False, dtype=config.dtype, rngs=rngs)
 

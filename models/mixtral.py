@@ -64,50 +64,47 @@ class Experts(nnx.Module):
         weights, chosen = jax.lax.top_k(chances, self.config.top)
         weights = (weights / jnp.sum(weights, axis=-1, keepdims=True)).astype(x.dtype)
         gate, up, down = (w[...].astype(x.dtype) for w in (self.gate, self.up, self.down))
-        return ROUTINGS[self.config.routing](x, weights, chosen, (gate, up, down), self.config)
+        routed = functools.partial(ROUTINGS[self.config.routing], x, weights, chosen, (gate, up, down))
+        return routed(self.config.capacity) if self.config.routing == "capacity" else routed()
 
 
 Weights = tuple[jax.Array, jax.Array, jax.Array]
 """Gate and up [experts, embed, mlp], down [experts, mlp, embed]."""
 
 
-def through_sorted(
-    x: jax.Array, weights: jax.Array, chosen: jax.Array, experts: Weights, config: Config
-) -> jax.Array:
+def through_sorted(x: jax.Array, weights: jax.Array, chosen: jax.Array, experts: Weights) -> jax.Array:
     """x [batch, length, embed] of tokens with weights of the experts that are chosen, [batch, length, top]:
     one product for each expert's tokens.
     """
     gate, up, down = experts
     flat = chosen.reshape(-1)
     order = jnp.argsort(flat)
-    rows = x.reshape(-1, x.shape[-1])[order // config.top]
-    sizes = jnp.bincount(flat, length=config.experts).astype(jnp.int32)
+    rows = x.reshape(-1, x.shape[-1])[order // chosen.shape[-1]]
+    sizes = jnp.bincount(flat, length=gate.shape[0]).astype(jnp.int32)
     hidden = jax.nn.silu(jax.lax.ragged_dot(rows, gate, sizes)) * jax.lax.ragged_dot(rows, up, sizes)
     out = jax.lax.ragged_dot(hidden, down, sizes)[jnp.argsort(order)]
     return jnp.einsum("blk,blke->ble", weights, out.reshape(*chosen.shape, -1))
 
 
-def through_all(
-    x: jax.Array, weights: jax.Array, chosen: jax.Array, experts: Weights, config: Config
-) -> jax.Array:
+def through_all(x: jax.Array, weights: jax.Array, chosen: jax.Array, experts: Weights) -> jax.Array:
     """The same, of all experts' results for all tokens."""
     gate, up, down = experts
     hidden = jax.nn.silu(jnp.einsum("ble,xem->blxm", x, gate)) * jnp.einsum("ble,xem->blxm", x, up)
-    combine = jnp.einsum("blk,blkx->blx", weights, jax.nn.one_hot(chosen, config.experts, dtype=x.dtype))
+    combine = jnp.einsum("blk,blkx->blx", weights, jax.nn.one_hot(chosen, gate.shape[0], dtype=x.dtype))
     return jnp.einsum("blx,blxe->ble", combine, jnp.einsum("blxm,xme->blxe", hidden, down))
 
 
 def through_places(
-    x: jax.Array, weights: jax.Array, chosen: jax.Array, experts: Weights, config: Config
+    x: jax.Array, weights: jax.Array, chosen: jax.Array, experts: Weights, capacity: float
 ) -> jax.Array:
     """The same where an expert has so many places in a text: first choices take them before second ones, in
     the order of the tokens, and a choice that finds none adds nothing.
     """
     gate, up, down = experts
-    batch, length, top = chosen.shape
-    places = math.ceil(length * top * config.capacity / config.experts)
-    wants = jax.nn.one_hot(chosen, config.experts, dtype=jnp.int32)
-    turns = jnp.swapaxes(wants, 1, 2).reshape(batch, top * length, config.experts)
+    (batch, length, top), count = chosen.shape, gate.shape[0]
+    places = math.ceil(length * top * capacity / count)
+    wants = jax.nn.one_hot(chosen, count, dtype=jnp.int32)
+    turns = jnp.swapaxes(wants, 1, 2).reshape(batch, top * length, count)
     before = jnp.cumsum(turns, axis=1) - turns
     place = jnp.sum(before * turns, axis=-1).reshape(batch, top, length).swapaxes(1, 2)
     taken = jax.nn.one_hot(place, places, dtype=x.dtype)  # nothing from `places` on
