@@ -118,17 +118,12 @@ class Experts(nnx.Module):
     """A router, its experts, and those that every token goes to."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
-        normal = nnx.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", batch_axis=(0,))
-
-        def stacked(size_in: int, size_out: int) -> nnx.Param:
-            return nnx.Param(normal(rngs.params(), (config.experts, size_in, size_out), jnp.float32))
-
         self.config = config
         self.router = nnx.Linear(config.embed, config.experts, use_bias=False, dtype=config.dtype, rngs=rngs)
         self.bias = nnx.Param(jnp.zeros(config.experts)) if config.bias else None
-        self.gate = stacked(config.embed, config.expert_mlp)
-        self.up = stacked(config.embed, config.expert_mlp)
-        self.down = stacked(config.expert_mlp, config.embed)
+        self.gate = mixtral.stacked(config.experts, config.embed, config.expert_mlp, rngs)
+        self.up = mixtral.stacked(config.experts, config.embed, config.expert_mlp, rngs)
+        self.down = mixtral.stacked(config.experts, config.expert_mlp, config.embed, rngs)
         self.shared = mlp(config.shared * config.expert_mlp, config, rngs)
 
     def chosen(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -43,20 +43,21 @@ SIZES = {
 }
 
 
+def stacked(experts: int, size_in: int, size_out: int, rngs: nnx.Rngs) -> nnx.Param:
+    """A matrix for each expert, [experts, size_in, size_out]."""
+    normal = nnx.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", batch_axis=(0,))
+    return nnx.Param(normal(rngs.params(), (experts, size_in, size_out), jnp.float32))
+
+
 class Experts(nnx.Module):
     """A router, and as many SwiGLUs as there are experts, stacked."""
 
     def __init__(self, config: Config, rngs: nnx.Rngs):
-        normal = nnx.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", batch_axis=(0,))
-
-        def stacked(size_in: int, size_out: int) -> nnx.Param:
-            return nnx.Param(normal(rngs.params(), (config.experts, size_in, size_out), jnp.float32))
-
         self.config = config
         self.router = nnx.Linear(config.embed, config.experts, use_bias=False, dtype=config.dtype, rngs=rngs)
-        self.gate = stacked(config.embed, config.mlp)
-        self.up = stacked(config.embed, config.mlp)
-        self.down = stacked(config.mlp, config.embed)
+        self.gate = stacked(config.experts, config.embed, config.mlp, rngs)
+        self.up = stacked(config.experts, config.embed, config.mlp, rngs)
+        self.down = stacked(config.experts, config.mlp, config.embed, rngs)
 
     @jax.named_scope("experts")
     def __call__(self, x: jax.Array) -> jax.Array:
