@@ -23,10 +23,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 _FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}"
 
-import jax  # noqa: E402
+import jax  # noqa: E402  (after the environment)
 import numpy as np  # noqa: E402
 
-from tests.test_pipeline import (  # noqa: E402
+from tests.test_pipeline import (  # noqa: E402  (imports jax)
     EXACT,
     MESHES,
     PROGRAMS,
