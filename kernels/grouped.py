@@ -84,6 +84,7 @@ class GroupedMatmul(_Grouped):
     name = "grouped_matmul"
     results = ("mn",)
     cut = "n"
+    grouped = "m"
 
     @property
     def operands(self) -> tuple[str, ...]:
@@ -122,6 +123,7 @@ class GroupedOuter(_Grouped):
     operands = ("mk", "mn", "x")
     results = ("xkn",)
     cut = "kn"
+    grouped = "m"
 
     def plain(self, *args: jax.Array) -> Sequence[jax.Array]:
         x, y, sizes = args

@@ -26,6 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from xform.batch import Cut, Microbatches, Placed, Split, cut_along_batch, divided
 from xform.context import Context
 from xform.errors import PlanError
+from xform.experts import lifted
 from xform.plans.rules import MAXTEXT_RULES
 from xform.report import Report
 from xform.trace import Jaxpr
@@ -69,7 +70,7 @@ class Accumulate:
         if context.stage_axes:
             return self._through_stages(jaxpr, context)
         found = cut_along_batch(
-            jaxpr,
+            lifted(jaxpr, "accumulate", context.report),
             context.roles,
             "accumulate",
             context.report,

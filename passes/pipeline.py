@@ -23,6 +23,7 @@ from jax.interpreters import partial_eval
 from xform.batch import Cut, Placed, Split, cut_along_batch, divided
 from xform.context import Context
 from xform.errors import Decline, PlanError
+from xform.experts import lifted
 from xform.memory import Trial
 from xform.pipeline import Pipelined, Shape
 from xform.pipeline.arrays import is_floating
@@ -109,7 +110,7 @@ class Pipeline:
         schedule, dtype = self._schedule(context), self._dtype(context)
         check(schedule)
         found = cut_along_batch(
-            jaxpr,
+            lifted(jaxpr, "pipeline", context.report),
             context.roles,
             "pipeline",
             context.report,

@@ -19,10 +19,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from xform.context import Context
 from xform.errors import Decline, PlanError
+from xform.higher_order import manual_axes
 from xform.plans.rules import MAXTEXT_RULES
 from xform.report import Report, amount
 from xform.rewrite import Site, rewrite
@@ -34,7 +35,7 @@ from xform.sharding.layout import Layout, alternatives, entry_axes, spec_axes
 from xform.sharding.twins import of_same_end, twins
 from xform.spmd.values import Options
 from xform.spmd.written import written
-from xform.trace import Jaxpr, Value, Var, shape_of, typeof
+from xform.trace import Jaxpr, Var, shape_of
 
 STAGES = ("layers", "activation_stage")
 VOCABULARY = ("vocab", "activation_vocab")
@@ -106,8 +107,9 @@ class Shard:
             specs = found.get(site.path, {}).get(site.index)
             if specs is None:
                 return None
+            inside = manual_axes(jaxpr, site.path)
             return [
-                x if s is None else jax.lax.with_sharding_constraint(x, _there(x, context.mesh, s))
+                x if s is None else jax.lax.with_sharding_constraint(x, _there(context.mesh, s, inside))
                 for x, s in zip(site.bind(), specs, strict=True)
             ]
 
@@ -232,12 +234,12 @@ class Shard:
             context.out_shardings[i] = NamedSharding(context.mesh, spec)
 
 
-def _there(x: Value, mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
-    """The sharding where a value is: in a region that is manual over some axes, of the others."""
-    here = getattr(getattr(typeof(x), "sharding", None), "mesh", None)
-    if here is None or not here.manual_axes:
+def _there(mesh: Mesh, spec: PartitionSpec, inside: frozenset[str]) -> NamedSharding:
+    """The sharding of a value in a region that is manual over the axes `inside`: of the others."""
+    if not inside:
         return NamedSharding(mesh, spec)
-    left = [tuple(a for a in entry_axes(e) if a not in here.manual_axes) or None for e in spec]
+    left = [tuple(a for a in entry_axes(e) if a not in inside) or None for e in spec]
+    here = mesh.abstract_mesh.update_axis_types(dict.fromkeys(inside, AxisType.Manual))
     return NamedSharding(here, PartitionSpec(*left))
 
 

@@ -35,6 +35,7 @@ LAYERS = (
     "layers",  # where the program repeats
     "tensors",  # what each tensor is
     "raising",  # high-level operations, recognised
+    "experts",  # tokens sorted by expert, as one operation
     "slices",  # slices of products, taken before them
     "rotations",  # halves of heads, rotated by a product
     "state",  # which inputs are kept stacked, and both trees

@@ -13,9 +13,10 @@ from collections.abc import Iterable, Sequence
 
 from xform.axes import Scope
 from xform.batch.bodies import BODIES
-from xform.batch.rules import RULES
+from xform.batch.rules import RULES, TAKES_GROUPS
 from xform.batch.states import (
     AFTER,
+    GROUPS,
     SAME,
     Batch,
     Case,
@@ -25,7 +26,7 @@ from xform.batch.states import (
     State,
     constant_state,
 )
-from xform.trace import Atom, Jaxpr, JaxprEqn, Literal, Value, Var, at_equation, bind, source_line
+from xform.trace import Atom, Jaxpr, JaxprEqn, Literal, Value, Var, at_source, bind, source_line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +64,7 @@ def evaluate(pairs: Iterable[tuple[JaxprEqn, Outcome]], env: dict[Var, Value], m
     """Runs equations at the size of a microbatch; their results go into `env`."""
     for eqn, outcome in pairs:
         args = [read(env, v) for v in eqn.invars]
-        with at_equation(eqn):
+        with at_source(eqn):
             outs = bind(eqn, args, eqn.params) if outcome.emit is None else outcome.emit(args, micro)
         env.update(zip(eqn.outvars, outs, strict=True))
 
@@ -89,6 +90,8 @@ def apply(
     try:
         if AFTER in case.states:
             raise Mixes("what was made of sums over the batch is used for each of its rows")
+        if GROUPS in case.states and name not in TAKES_GROUPS and name not in BODIES:
+            raise Mixes("the numbers of rows that groups have are used for something else than products")
         if eqn.effects and not all(s.is_same for s in case.states):
             raise Mixes("it has an effect")
         if name in BODIES:

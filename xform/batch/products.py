@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from xform.batch.states import SAME, SUM, Case, Mixes, Outcome, State, rows, rowwise
+from xform.batch.elementwise import elementwise
+from xform.batch.states import GROUPS, SAME, SUM, Case, Mixes, Outcome, State, rows, rowwise
 from xform.ops import apply, operation_of
-from xform.ops.operation import sums_of, told_of
+from xform.ops.operation import grouped_of, sums_of, told_of
 
 
 def dot_general(case: Case) -> Outcome:
@@ -51,16 +52,41 @@ def operation(case: Case) -> Outcome:
     at = {(op.operands[k][s.dim], s.inner) for k, s in enumerate(case.states) if s.is_rows}
     if any(s.is_part for s in case.states):
         raise Mixes(f"{op.name} is not linear in a sum over the batch")
-    if not at:
+    grouped = grouped_of(op) if GROUPS in case.states else ""
+    if not at and not grouped:
         return case.everywhere(SAME)
-    letter, inner = next(iter(at))
-    if len(at) > 1 or letter not in op.cut + sums_of(op) or letter in told_of(op):
+    letter, inner = next(iter(at), ("", 1))
+    if len(at) != 1 or letter not in op.cut + sums_of(op) + grouped or letter in told_of(op):
         raise Mixes(f"rows of the batch meet in {op.name}")
     if any(letter in dims and not s.is_rows for dims, s in zip(op.operands, case.states, strict=True)):
         raise Mixes("rows meet what is not known to be rows of the same batch")
-    lacking = SUM if letter in sums_of(op) else SAME
+    lacking = SUM if letter in sums_of(op) + grouped else SAME
     outs = tuple(rows(dims.index(letter), inner) if letter in dims else lacking for dims in op.results)
     return Outcome(outs, lambda args, micro: apply(op, *args))
+
+
+def ragged_dot_general(case: Case) -> Outcome:
+    """Rows of groups times the weights of their group stay rows; of two such, each group's are summed."""
+    left, right, groups = case.states[:3]
+    if not left.is_rows and not right.is_rows and groups.is_same:
+        return case.everywhere(_bilinear(left, right))
+    rowwise(case)
+    numbers = case.params["ragged_dot_dimension_numbers"]
+    (lc, rc), (lb, rb) = numbers.dot_dimension_numbers
+    (ragged,) = numbers.lhs_ragged_dimensions
+    if groups != GROUPS or not left.is_rows or (left.dim, left.inner) != (ragged, 1) or lb or rb:
+        raise Mixes("rows meet in a product by groups")
+    if ragged not in lc:
+        if not right.is_same:
+            raise Mixes("every row meets every other")
+        return case.everywhere(rows(without(lc, ragged)))
+    if right != rows(rc[lc.index(ragged)]):
+        raise Mixes("the batch is contracted with what is not known to be rows of it")
+    return case.everywhere(SUM)
+
+
+def converted(case: Case) -> Outcome:
+    return case.everywhere(GROUPS) if GROUPS in case.states else elementwise(case)
 
 
 def convolution(case: Case) -> Outcome:

@@ -15,7 +15,7 @@ from typing import Any
 from xform.axes.rules import ELEMENTWISE
 from xform.batch.elementwise import elementwise
 from xform.batch.indexing import gather, scatter
-from xform.batch.products import convolution, dot_general, operation, without
+from xform.batch.products import converted, convolution, dot_general, operation, ragged_dot_general, without
 from xform.batch.randoms import fold_in, gamma, random
 from xform.batch.states import (
     MAX,
@@ -336,6 +336,7 @@ RULES: dict[str, Rule] = {
     "bitcast_convert_type": _apart_from(lambda _: (), ""),
     "broadcast_in_dim": broadcast_in_dim,
     "concatenate": concatenate,
+    "convert_element_type": converted,
     "conv_general_dilated": convolution,
     "device_put": each,
     "dot_general": dot_general,
@@ -348,6 +349,7 @@ RULES: dict[str, Rule] = {
     "name": named,
     "optimization_barrier": each,
     "pad": pad,
+    "ragged_dot_general": ragged_dot_general,
     "random_fold_in": fold_in,
     "random_gamma": gamma,
     "reshape": reshape,
@@ -360,3 +362,6 @@ RULES: dict[str, Rule] = {
     "unstack": unstack,
 }
 """Primitive name -> what becomes of rows and of sums over them."""
+
+TAKES_GROUPS = frozenset({"convert_element_type", "operation", "ragged_dot_general"})
+"""What may take the numbers of rows that groups have."""

@@ -7,6 +7,7 @@ from what the microbatches give is its `State`:
     rows   each gives its own rows, along dimension `dim`, each row `inner` entries long
     sum    the whole is the sum of what each gives (max and min alike)
     after  only to be computed from whole values, when all microbatches are through
+    groups  each has its own: how many of its rows, sorted, each of several groups (experts) has
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from xform.errors import Decline
 from xform.trace import JaxprEqn, Value, Var, shape_of, source_line
 from xform.trace import Literal as Constant
 
-Kind = Literal["same", "rows", "sum", "max", "min", "after"]
+Kind = Literal["same", "rows", "sum", "max", "min", "after", "groups"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +52,7 @@ class State:
 
 
 SAME, ZERO, AFTER = State("same"), State("same", zero=True), State("after")
+GROUPS = State("groups")
 SUM, MAX, MIN = State("sum"), State("max"), State("min")
 
 

@@ -47,7 +47,9 @@ class Operation(Protocol):
     gives the operation on a part (`on_parts`); such parts are blocks, and it may use collectives over them.
     `wider(dtype)`: the operation that gives its terms of a weight's gradient in a wider dtype. `back`: it is
     linear in its one operand, and gradients of its result become the operand's by this operation. `batched`:
-    the operation on arrays that all have a dimension more, in front.
+    the operation on arrays that all have a dimension more, in front. `grouped`: the letter of rows that
+    come in groups, whose sizes it takes: each is treated alone but for its group, results that lack it are
+    sums.
     """
 
     @property
@@ -166,6 +168,11 @@ def sums_of(op: Operation) -> str:
 def told_of(op: Operation) -> str:
     """The letters whose mesh axes an operation wants to know."""
     return str(getattr(op, "told", ""))
+
+
+def grouped_of(op: Operation) -> str:
+    """The letter along which rows come in groups whose sizes an operation takes."""
+    return str(getattr(op, "grouped", ""))
 
 
 def on_parts(op: Operation, axes: Mapping[str, tuple[str, ...]]) -> Operation:

@@ -45,6 +45,7 @@ class View:
     numbers of those that read it; -1 where the body returns it. chains, names: of each equation, the chain
     and the whole name stack. constants: values of `jaxpr.constvars`. inputs: for a body within another one,
     what is known of where its inputs come from: an atom of `outer`, where each turn is given the same.
+    calls: which equations are calls that are opened, here and in bodies.
     """
 
     jaxpr: Jaxpr
@@ -53,6 +54,7 @@ class View:
     place: Place = ()
     outer: View | None = None
     inputs: dict[Var, Atom] = dataclasses.field(default_factory=dict)
+    calls: Callable[[JaxprEqn], bool] = is_call
 
     def __post_init__(self) -> None:
         self.makers: dict[Var, int] = {}
@@ -102,6 +104,7 @@ class View:
                     names=self.names[number],
                     outer=self,
                     holder=eqn,
+                    calls=self.calls,
                 )
 
 
@@ -121,9 +124,10 @@ def flat(
     names: str = "",
     outer: View | None = None,
     holder: JaxprEqn | None = None,
+    calls: Callable[[JaxprEqn], bool] = is_call,
 ) -> View:
-    """The body with those of its calls opened whose chains `opens` takes."""
-    opened = _Opening(opens)
+    """The body with those of its calls opened whose chains `opens` takes. calls: what is one."""
+    opened = _Opening(opens, calls)
     env: dict[Var, Atom] = {v: v for v in jaxpr.all_invars}
     outs = opened.into(jaxpr, env, (), None)
     changed = jaxpr
@@ -137,7 +141,7 @@ def flat(
         )
     own = [name_stack(eqn) for eqn in changed.eqns]
     whole = ["/".join(filter(None, (names, n))) for n in own]
-    view = View(changed, opened.chains, whole, place, outer)
+    view = View(changed, opened.chains, whole, place, outer, calls=calls)
     if holder is not None and outer is not None:
         view.inputs = _given(changed, holder, place[-1][1])
     return view
@@ -162,8 +166,8 @@ def _given(jaxpr: Jaxpr, holder: JaxprEqn, number: int) -> dict[Var, Atom]:
 class _Opening:
     """Collects the equations of a body and of the calls in it, variables of calls renamed."""
 
-    def __init__(self, opens: Callable[[Chain], bool]) -> None:
-        self.opens = opens
+    def __init__(self, opens: Callable[[Chain], bool], calls: Callable[[JaxprEqn], bool]) -> None:
+        self.opens, self.calls = opens, calls
         self.any = False
         self.eqns: list[JaxprEqn] = []
         self.chains: list[Chain] = []
@@ -176,7 +180,7 @@ class _Opening:
 
         for number, eqn in enumerate(jaxpr.eqns):
             here = (*chain, number)
-            if is_call(eqn) and self.opens(here):
+            if self.calls(eqn) and self.opens(here):
                 self.any = True
                 (body,) = bodies(eqn)
                 inside: dict[Var, Atom] = dict(zip(body.invars, map(read, eqn.invars), strict=True))
