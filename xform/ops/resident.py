@@ -113,11 +113,11 @@ def added(total: Any, x: Any, *at: Any, real: Any = None, fresh: Any = None) -> 
         return total + x.astype(total.dtype)
     start = (*at, *[np.int32(0)] * (total.ndim - len(at)))
     shape = (*[1] * len(at), *total.shape[len(at) :])
-    before = jax.lax.dynamic_slice(total, start, shape)
+    before = jax.lax.dynamic_slice(total, start, shape, allow_negative_indices=False)
     if fresh is not None:
         before = jax.lax.select(jnp.broadcast_to(fresh, shape), jnp.zeros_like(before), before)
     after = before + jax.lax.reshape(x.astype(total.dtype), shape)
-    return jax.lax.dynamic_update_slice(total, after, start)
+    return jax.lax.dynamic_update_slice(total, after, start, allow_negative_indices=False)
 
 
 def settled(total: Any, w: Any) -> Any:

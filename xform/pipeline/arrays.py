@@ -16,19 +16,25 @@ def typed(x: Value, like: Any) -> Value:
     return x if x.dtype == like.dtype else x.astype(like.dtype)
 
 
+def row_at(x: Value, n: Value) -> Value:
+    """x[n]. No number here counts from the end, which jax would have in the program for each of them."""
+    return jax.lax.dynamic_index_in_dim(x, n, 0, keepdims=False, allow_negative_indices=False)
+
+
 def put_in(buffer: Value, x: Value, slot: Value) -> Value:
     """The buffer with buffer[slot] = x."""
-    return jax.lax.dynamic_update_index_in_dim(buffer, typed(x, buffer), slot, 0)
+    x = typed(x, buffer)
+    return jax.lax.dynamic_update_index_in_dim(buffer, x, slot, 0, allow_negative_indices=False)
 
 
 def rows_at(x: Value, at: Value, size: int) -> Value:
     """x[:, at : at + size]"""
-    return jax.lax.dynamic_slice_in_dim(x, at, size, 1)
+    return jax.lax.dynamic_slice_in_dim(x, at, size, 1, allow_negative_indices=False)
 
 
 def put_rows(x: Value, rows: Value, at: Value) -> Value:
     """x with x[:, at : at + size] = rows."""
-    return jax.lax.dynamic_update_slice_in_dim(x, rows, at, 1)
+    return jax.lax.dynamic_update_slice_in_dim(x, rows, at, 1, allow_negative_indices=False)
 
 
 def narrowed(rows: Value, dtype: Any) -> Value:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from xform.ops import resident
-from xform.pipeline.arrays import is_floating, replaced, typed
+from xform.pipeline.arrays import is_floating, replaced, row_at, typed
 from xform.pipeline.layer import Layer
 from xform.pipeline.pieces import Part, Pieces
 from xform.pipeline.ticks import OUTSIDE, WAITING, of_part
@@ -136,7 +136,7 @@ class Chunks:
         if outside is not None:
             chosen = [_choose(cols["take"] == OUTSIDE, a, b) for a, b in zip(outside, chosen, strict=True)]
         if waiting is not None:
-            there = [_at(x, cols["wait"]) for x in waiting]
+            there = [row_at(x, cols["wait"]) for x in waiting]
             chosen = [_choose(cols["take"] == WAITING, a, b) for a, b in zip(there, chosen, strict=True)]
         return chosen
 
@@ -195,8 +195,8 @@ class Turns:
         row = jnp.asarray(self.placing.starts)[chunk] + c
         there = None
         if not self.placing.everywhere:  # nor has a stage without work what a chunk of fewer layers keeps
-            there = (c < _at(own["counts"][self.index], chunk)) & (cols["kind"] > 0)
-        return Turn(c, row, _at(own["layers"][self.index], row), there)
+            there = (c < row_at(own["counts"][self.index], chunk)) & (cols["kind"] > 0)
+        return Turn(c, row, row_at(own["layers"][self.index], row), there)
 
     def saved(self, cols: Mapping[str, Value]) -> Value:
         return cols[of_part("saved", self.index)]
@@ -216,14 +216,14 @@ class Turns:
         told: tuple[Sequence[Value], Sequence[Value]] = [], []
         if operands.told or operands.told_rows:
             m, count = cols["microbatch"], len(self.pieces.told)
-            data = [_at(x, m) for x in every["data"]]
+            data = [row_at(x, m) for x in every["data"]]
             made = inline(self.pieces.tell, *every["fixed"], *data, m)
             told = made[:count], made[count:]
         return [
             *(every["fixed"][k] for k in operands.fixed),
             *(told[0][k] for k in operands.told),
-            *(_at(told[1][k], turn.number) for k in operands.told_rows),
-            *(_at(w, self.place(turn, cols)) for w in own["rows"][self.index]),
+            *(row_at(told[1][k], turn.number) for k in operands.told_rows),
+            *(row_at(w, self.place(turn, cols)) for w in own["rows"][self.index]),
         ]
 
     def through(
@@ -301,7 +301,7 @@ class Turns:
             if n not in dz:
                 continue
             if n in self.rows:
-                cts.append(typed(_at(dz[n], number), t))
+                cts.append(typed(row_at(dz[n], number), t))
                 past[n] = _put(dz[n], jnp.zeros(t.shape, dz[n].dtype), number)
             else:
                 cts.append(typed(dz[n], t))
@@ -359,22 +359,18 @@ def _choose(which: Value, a: Value, b: Value) -> Value:
     return jax.lax.select(jnp.broadcast_to(which, a.shape), a, typed(b, a))
 
 
-def _at(x: Value, n: Value) -> Value:
-    """x[n]"""
-    return jax.lax.dynamic_index_in_dim(x, n, 0, keepdims=False)
-
-
 def _slot(x: Value, slot: Value, c: Value) -> Value:
     """x[slot, c]"""
     start = (slot, c, *[np.int32(0)] * (x.ndim - 2))
-    return resident.plain(jax.lax.squeeze(jax.lax.dynamic_slice(x, start, (1, 1, *x.shape[2:])), (0, 1)))
+    found = jax.lax.dynamic_slice(x, start, (1, 1, *x.shape[2:]), allow_negative_indices=False)
+    return resident.plain(jax.lax.squeeze(found, (0, 1)))
 
 
 def _put(x: Value, row: Value, *at: Value) -> Value:
     """x with x[at] = row."""
     start = (*at, *[np.int32(0)] * (x.ndim - len(at)))
     update = jax.lax.reshape(typed(row, x), (*[1] * len(at), *x.shape[len(at) :]))
-    return jax.lax.dynamic_update_slice(x, update, start)
+    return jax.lax.dynamic_update_slice(x, update, start, allow_negative_indices=False)
 
 
 def _loop(one: Any, held: Any, size: int) -> Any:

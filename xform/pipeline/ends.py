@@ -13,7 +13,7 @@ from jax.interpreters.ad import Zero
 
 from xform.batch.microbatches import Leaves
 from xform.ops import resident
-from xform.pipeline.arrays import put_in, replaced, typed
+from xform.pipeline.arrays import put_in, replaced, row_at, typed
 from xform.pipeline.setting import Setting
 from xform.trace import Value, inline
 
@@ -109,7 +109,7 @@ class Ends:
 
     def at(self, m: Value) -> list[Value]:
         """A microbatch's data."""
-        return [jax.lax.dynamic_index_in_dim(x, m, 0, False) for x in self.setting.data]
+        return [row_at(x, m) for x in self.setting.data]
 
 
 def _like(x: Value, t: Any) -> Value:

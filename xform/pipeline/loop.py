@@ -27,6 +27,7 @@ from xform.batch import Cut, Micro, Microbatches
 from xform.batch.microbatches import Leaves, Swept
 from xform.errors import Decline, PlanError
 from xform.ops import resident
+from xform.pipeline.arrays import row_at
 from xform.pipeline.chunks import Own
 from xform.pipeline.cutting import cut
 from xform.pipeline.ends import Ends
@@ -318,7 +319,7 @@ class _Sweep:
         ended = None
         if tick.back:
             slot = cols["ending"][0]
-            ended = [[jax.lax.dynamic_index_in_dim(x, slot, 0, False) for x in xs] for xs in every["ended"]]
+            ended = [[row_at(x, slot) for x in xs] for xs in every["ended"]]
         own = self.stages.tick(tick, own, own.get("weights", self.weights.held), cols, outside, ended)
         z, dz = own.pop("z", None), own.pop("dz", None)
         if tick.returns != "never" and not self.setting.pieces.inside:
