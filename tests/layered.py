@@ -130,7 +130,7 @@ def balanced() -> Program:
     return loss, weights(router=(LAYERS, EMBED, EXPERTS)), (text(),)
 
 
-def auxiliary_rows() -> Program:
+def auxiliary_rows(**options: Any) -> Program:
     """A number of each layer, a sum over tokens, of scan's second results."""
 
     def loss(params: Any, tokens: Any) -> Any:
@@ -138,7 +138,7 @@ def auxiliary_rows() -> Program:
             scores = normed(x) @ w["router"]
             return routed(x, w)[0], jnp.mean(jax.nn.logsumexp(scores, -1) ** 2)
 
-        x, losses = jax.lax.scan(layer, params["embedding"][tokens], stacked(params, "router"))
+        x, losses = jax.lax.scan(layer, params["embedding"][tokens], stacked(params, "router"), **options)
         return tied(params, x, tokens) + 0.1 * jnp.sum(losses * jnp.arange(1.0, 1 + LAYERS))
 
     return loss, weights(router=(LAYERS, EMBED, EXPERTS)), (text(),)
@@ -397,6 +397,77 @@ def towers() -> Program:
     return loss, params, (inputs, text())
 
 
+# ---------------------------------------------------------------- several of these at once
+
+
+def both_ends() -> Program:
+    """An end of its own weights, tokens weighted by the data, rotations made once, dropout by the step's key,
+    and what goes into the first layer used again after the last one.
+    """
+
+    def loss(params: Any, tokens: Any, mask: Any, step: Any) -> Any:
+        key, once = jax.random.fold_in(jax.random.key(5), step), table(jnp.arange(LENGTH))
+
+        def layer(x: Any, w: Any) -> Any:
+            x = mlp(attention(x, w, lambda x: rotated(x, *once), CAUSAL), w)
+            return dropped(x, jax.random.fold_in(key, w["number"]))
+
+        rows = stacked(params, *HEADS) | {"number": jnp.arange(LAYERS)}
+        first = params["embedding"][tokens] + params["positions"]
+        x = normed(through(layer, first, rows) + 0.3 * first) * params["scale"]
+        losses = entropy(x @ params["head"] + params["bias"], tokens)
+        return jnp.sum(losses * mask) / jnp.maximum(jnp.sum(mask), 1.0)
+
+    (_, params, _), (_, _, (tokens, mask)) = untied(), given_weights()
+    return loss, params | weights(**HEADS), (tokens, mask, np.int32(7))
+
+
+def many_carries() -> Program:
+    """Two activations, whole numbers, a loss and a key, all carried, and matrices that layers share."""
+
+    def loss(params: Any, tokens: Any, key: Any) -> Any:
+        shared = {"up": params["up"][0], "down": params["down"][0]}
+
+        def layer(carry: Any, w: Any) -> Any:
+            x, y, number, seen, total, key = carry
+            key, own = jax.random.split(key)
+            large = jnp.sum(x > 0.5, (1, 2), dtype=jnp.int32)
+            total += jnp.mean(jax.nn.logsumexp(normed(x) @ w["router"], -1) ** 2)
+            y = 0.5 * y + dropped(mlp(x, w | shared), own) * jnp.cos(number.astype(jnp.float32))
+            return (y, x, number + 1, seen + large, total, key), None
+
+        x = params["embedding"][tokens]
+        whole = jnp.int32(0), jnp.zeros(tokens.shape[0], jnp.int32)
+        rows = {name: params[name] for name in ("norm", "router")}
+        x, y, number, seen, total, _ = jax.lax.scan(layer, (x, jnp.ones_like(x), *whole, 0.0, key), rows)[0]
+        scale = 1 + seen[:, None, None].astype(jnp.float32) / 100
+        return tied(params, (x + y) * scale / number, tokens) + 0.1 * total
+
+    return loss, weights(router=(LAYERS, EMBED, EXPERTS)), (text(), jax.random.PRNGKey(4))
+
+
+def many_rows() -> Program:
+    """From the last layer to the first: windows and losses of each one, rotations made by each one, and what
+    goes into the first one used by all.
+    """
+
+    def loss(params: Any, tokens: Any) -> Any:
+        apart = np.arange(LENGTH)[:, None] - np.arange(LENGTH)
+        first = jnp.tanh(params["embedding"][tokens])
+
+        def layer(x: Any, w: Any) -> Any:
+            cos, sin = table(jnp.arange(LENGTH))
+            mask = (apart >= 0) & (apart < w["window"])
+            x = attention(x + 0.2 * first, w, lambda x: rotated(x, cos, sin), mask)
+            return mlp(x, w), jnp.mean(jax.nn.logsumexp(normed(x) @ w["router"], -1) ** 2)
+
+        rows = stacked(params, "router", *HEADS) | {"window": jnp.array([2, 4] * (LAYERS // 2))}
+        x, losses = jax.lax.scan(layer, first, rows, reverse=True)
+        return tied(params, x, tokens) + 0.1 * jnp.sum(losses * jnp.arange(1.0, 1 + LAYERS))
+
+    return loss, weights(router=(LAYERS, EMBED, EXPERTS), **HEADS), (text(),)
+
+
 PROGRAMS: dict[str, Callable[[], Program]] = {
     "plain": plain,
     "untied": untied,
@@ -419,4 +490,7 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "backwards": backwards,
     "encoder and decoder": translated,
     "two towers": towers,
+    "both ends": both_ends,
+    "many carries": many_carries,
+    "many rows": many_rows,
 }

@@ -31,10 +31,8 @@ from xform.models import gpt2, llama
 @pytest.mark.parametrize(
     ("policy", "schedule"),
     [
-        ("full", "gpipe"),
         slow("full", "zb-h1"),
-        slow("minimal", "1f1b"),
-        slow("minimal", "circular"),
+        ("minimal", "circular"),
     ],
 )
 def test_layers_whose_values_are_computed_again(policy: Any, schedule: str) -> None:
@@ -55,7 +53,7 @@ def test_a_layer_that_is_computed_again_keeps_its_input_alone() -> None:
 
 
 @pytest.mark.slow  # compiles two steps
-@pytest.mark.parametrize("remat", [Remat("minimal_offloaded"), Remat("custom", offload=["mlp"])])
+@pytest.mark.parametrize("remat", [Remat("minimal_offloaded")])
 def test_residuals_on_the_host(remat: Remat) -> None:
     loss, params, data = PROGRAMS["documents"]()
     agree(run(piped(graded(loss), remat, schedule="1f1b"), params, *data), wanted("documents"))
@@ -67,7 +65,7 @@ def test_residuals_on_the_host(remat: Remat) -> None:
 @pytest.mark.slow  # compiles programs with attention
 @pytest.mark.parametrize(
     ("passes", "schedule"),
-    [((Kernels(shortest=1),), "zb-h1"), ((Kernels(shortest=1), Remat("minimal")), "1f1b")],
+    [((Kernels(shortest=1), Remat("minimal")), "zb-h1")],
 )
 def test_attention_that_was_raised(passes: tuple[Any, ...], schedule: str) -> None:
     loss, params, data = PROGRAMS["documents"]()
@@ -89,7 +87,7 @@ def test_kernels_in_stages_that_the_compiler_partitions() -> None:
 
 
 @pytest.mark.slow  # compiles a quantized program
-@pytest.mark.parametrize("schedule", ["zb-h1", "circular"])
+@pytest.mark.parametrize("schedule", ["zb-h1"])
 def test_quantized_products(schedule: str) -> None:
     """Each microbatch has scales of its own: so far from the floats as the whole batch is with its own."""
     loss, params, data = PROGRAMS["plain"]()
@@ -102,7 +100,7 @@ def test_quantized_products(schedule: str) -> None:
 def test_quantized_products_of_weights_that_come_early() -> None:
     """The same numbers as where they come when they are wanted."""
     loss, params, data = PROGRAMS["plain"]()
-    options = {"mesh": {"stage": 2, "fsdp": 2}, "schedule": "circular", "repeats": 4}
+    options = {"mesh": {"stage": 2, "fsdp": 2}, "schedule": "circular", "repeats": 3}
     passes = Quantize("int8", force=True), Shard(strict=False, collectives="explicit")
     now, early = (piped(graded(loss), *passes, prefetch=early, **options) for early in (False, True))
     found = run(early, params, *data)
@@ -112,17 +110,11 @@ def test_quantized_products_of_weights_that_come_early() -> None:
 
 
 @pytest.mark.slow  # eight microbatches
-def test_steps_of_accumulate_are_more_microbatches() -> None:
+def test_steps_of_accumulate_are_more_microbatches_and_loops_may_be_narrow() -> None:
     loss, params, data = PROGRAMS["balanced experts"]()
-    step = piped(graded(loss), Accumulate(steps=2), schedule="1f1b", microbatches=4)
+    step = piped(graded(loss), Accumulate(steps=2), Narrow(), microbatches=4)
     agree(run(step, params, *data), wanted("balanced experts"))
     assert "8 microbatches of 1 row" in str(step.trace(params, *data).report)
-
-
-@pytest.mark.slow  # a whole step
-def test_narrow_loops() -> None:
-    loss, params, data = PROGRAMS["plain"]()
-    agree(run(piped(graded(loss), Narrow(), schedule="1f1b"), params, *data), wanted("plain"))
 
 
 # ---------------------------------------------------------------- models
@@ -140,7 +132,7 @@ def test_a_model_layer_by_layer() -> None:
 @pytest.mark.slow  # whole models, compiled twice
 @pytest.mark.parametrize("name", ["bert"])
 def test_public_models(name: str) -> None:
-    fn, args = public.loss(name, layers=4, batch=4, length=8, embed=24, heads=4, mlp=32, vocab=40)
+    fn, args = public.loss(name, layers=2, batch=4, length=8, embed=24, heads=4, mlp=32, vocab=40)
     plan = Plan({"stage": 2}, [Pipeline(microbatches=2, schedule="1f1b")])
     result = check(fn, args, plan, devices=jax.devices()[:2])
     assert result.ok, str(result)
