@@ -12,7 +12,7 @@ import pytest
 
 from tests import layered
 from tests.layered import PROGRAMS, translated
-from tests.test_pipeline import graded, piped, same, scheduled, slow
+from tests.test_pipeline import graded, piped, same, scheduled
 from tests.test_pipeline_plans import SMALL
 from tests.test_pipeline_sends import EXPLICIT, ran, sent, traced, untaken
 from xform import Pipeline, Plan, PlanError, check
@@ -26,13 +26,8 @@ BOTH = "encoder and decoder"
 # ---------------------------------------------------------------- two stacks
 
 
-@pytest.mark.parametrize("schedule", ["circular", slow("zb-h1")])
-def test_stacks_that_follow_each_other(schedule: str) -> None:
-    """With a chunk for each, and with one after the other on the stages."""
-    same(PROGRAMS[BOTH](), **scheduled(schedule))
-
-
-def test_stacks_of_uneven_layers() -> None:
+@pytest.mark.slow  # a step of layers of two kinds
+def test_stacks_of_uneven_layers_that_follow_each_other() -> None:
     same(translated(3), **scheduled("circular"))
 
 
@@ -128,21 +123,14 @@ def test_a_chunk_for_each_stack_is_tried_first() -> None:
 # ---------------------------------------------------------------- ends on stages
 
 
-@pytest.mark.parametrize(
-    ("name", "schedule"),
-    [
-        ("skip to the end", "circular"),
-        slow("token weights", "zb-h1"),
-    ],
-)
-def test_embedding_and_head_on_the_first_and_the_last_stage(name: str, schedule: str) -> None:
-    same(PROGRAMS[name](), ends="stages", **scheduled(schedule))
+def test_embedding_and_head_on_the_first_and_the_last_stage() -> None:
+    same(PROGRAMS["skip to the end"](), ends="stages", **scheduled("circular"))
 
 
 @pytest.mark.slow  # a step on four devices
 def test_ends_on_stages_of_fsdp() -> None:
     mesh = {"stage": 2, "fsdp": 2}
-    same(PROGRAMS["untied"](), EXPLICIT, mesh=mesh, ends="stages", schedule="eager-1f1b")
+    same(PROGRAMS["token weights"](), EXPLICIT, mesh=mesh, ends="stages", schedule="1f1b")
 
 
 def test_what_ends_on_stages_give_is_not_sent() -> None:
