@@ -132,7 +132,7 @@ def test_a_model_layer_by_layer() -> None:
 @pytest.mark.slow  # whole models, compiled twice
 @pytest.mark.parametrize("name", ["bert"])
 def test_public_models(name: str) -> None:
-    fn, args = public.loss(name, layers=2, batch=4, length=8, embed=24, heads=4, mlp=32, vocab=40)
+    fn, args = public.loss(name, layers=4, batch=4, length=8, embed=24, heads=4, mlp=32, vocab=40)
     plan = Plan({"stage": 2}, [Pipeline(microbatches=2, schedule="1f1b")])
     result = check(fn, args, plan, devices=jax.devices()[:2])
     assert result.ok, str(result)
