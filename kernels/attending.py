@@ -75,6 +75,8 @@ def attended(r: Raised, options: Options) -> list[Lowered]:
         interpret=options.interpret,
     )
     by = _by_tokamax if options.library == "tokamax" else _by_splash
+    if options.library == "none":
+        by = _plainly
     call = by(r, op, masked, options, rows, values_)
     takes = [t.atom for t in masked.tensors if isinstance(t.atom, Var)]
     if any(v not in r.view.makers and v not in r.view.jaxpr.all_invars for v in takes):
@@ -102,7 +104,8 @@ def attended(r: Raised, options: Options) -> list[Lowered]:
         out = back(out, (batch, *"ngte"), m.out.dims, sizes)
         return {out_var: out.astype(dtype_of(out_var))}
 
-    why = "splash attention" if options.library == "jax" else masked.by_tokamax
+    whys = {"jax": "splash attention", "none": "plainly"}
+    why = whys.get(options.library) or masked.by_tokamax
     return [Lowered(tuple(dict.fromkeys(takes)), (out_var,), emit, why)]
 
 
@@ -113,6 +116,20 @@ def _by_splash(
     blocks: Any = dict(checked(options, r.op, [f.name for f in dataclasses.fields(Blocks)]))
     op = dataclasses.replace(op, blocks=Blocks(**blocks))
     splash.check(q, v, masked.has_segments, options.chip, op.blocks)
+
+    def call(q: Value, k: Value, v: Value, sinks: Value, segments: tuple[Value, ...], array: Value) -> Any:
+        del array  # none
+        return attention_and_lse(dataclasses.replace(op, segments=bool(segments)), q, k, v, sinks, *segments)
+
+    return call
+
+
+def _plainly(
+    r: Raised, op: AttentionForward, masked: _Masked, options: Options, q: Any, v: Any
+) -> Callable[..., Any]:
+    """The call of the operation without a kernel."""
+    del r, masked, options, q, v
+    op = dataclasses.replace(op, plainly=True)
 
     def call(q: Value, k: Value, v: Value, sinks: Value, segments: tuple[Value, ...], array: Value) -> Any:
         del array  # none

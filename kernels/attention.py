@@ -26,6 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from xform.kernels import splash
 from xform.kernels.blocks import Blocks
+from xform.kernels.splash import Shift
 from xform.ops import Band, Operation, apply
 
 CONTEXT = "context"
@@ -40,6 +41,7 @@ class AttentionForward:
     such operands: int32 [b, t] and [b, s], and [n, g]. complete: each query is known to see a key (with
     segments that cannot be read off the program); a promise, for which nothing is done about those that see
     none. chip: "v5e", "v5p", "v6e", ...: which the blocks are for. blocks: sizes other than the table's.
+    plainly: there is no kernel, on a TPU neither.
     """
 
     band: Band = dataclasses.field(default_factory=Band)
@@ -51,10 +53,15 @@ class AttentionForward:
     chip: str = ""
     blocks: Blocks = dataclasses.field(default_factory=Blocks)
     interpret: bool = False
+    plainly: bool = False
 
     @property
     def name(self) -> str:
         return "attention"
+
+    @property
+    def backward(self) -> AttentionBackward:
+        return AttentionBackward(self)
 
     @property
     def operands(self) -> tuple[str, ...]:
@@ -78,7 +85,23 @@ class AttentionForward:
         return plain_forward(self, *self.named(args))
 
     def kernel(self, *args: Any) -> tuple[Any, Any]:
-        q, k, v, sinks, segments = self.named(args)
+        return self.run(True, *self.named(args))
+
+    def run(
+        self,
+        by_kernel: bool,
+        q: Any,
+        k: Any,
+        v: Any,
+        sinks: Any,
+        segments: tuple[Any, Any] | None,
+        shift: Shift | None = None,
+    ) -> tuple[Any, Any]:
+        """out and lse, by the kernel or in plain JAX; shift: where the queries stand, in place of the band's
+        offset.
+        """
+        if self.plainly or not by_kernel:
+            return plain_forward(self, q, k, v, sinks, segments, shift=shift)
         return splash.forward(
             q,
             k,
@@ -92,6 +115,7 @@ class AttentionForward:
             chip=self.chip,
             blocks=self.blocks,
             interpret=self.interpret,
+            shift=shift,
         )
 
 
@@ -135,15 +159,39 @@ class AttentionBackward:
         return plain_backward(self.forward, *self.named(args))
 
     def kernel(self, *args: Any) -> tuple[Any, Any, Any]:
+        return self.run(True, *self.named(args))
+
+    def run(
+        self,
+        by_kernel: bool,
+        q: Any,
+        k: Any,
+        v: Any,
+        segments: tuple[Any, Any] | None,
+        lse: Any,
+        delta: Any,
+        dout: Any,
+        shift: Shift | None = None,
+    ) -> tuple[Any, Any, Any]:
+        """dq, dk and dv, as `AttentionForward.run`."""
         op = self.forward
+        if op.plainly or not by_kernel:
+            return plain_backward(op, q, k, v, segments, lse, delta, dout, shift=shift)
         return splash.backward(
-            *self.named(args),
+            q,
+            k,
+            v,
+            segments,
+            lse,
+            delta,
+            dout,
             band=op.band,
             scale=op.scale,
             cap=op.cap,
             chip=op.chip,
             blocks=op.blocks,
             interpret=op.interpret,
+            shift=shift,
         )
 
 
@@ -158,10 +206,11 @@ def plain_forward(
     sinks: Any,
     segments: tuple[Any, Any] | None,
     mask: Any = None,
+    shift: Shift | None = None,
 ) -> tuple[Any, Any]:
     """out and lse. mask: booleans besides, [t, s] or [b, t, s], for kernels that take them."""
     logits = _capped(_logits(op, q, k), op.cap)
-    seen = seen_of(op.band, segments, mask, q.shape[-2], k.shape[-2])
+    seen = seen_of(op.band, segments, mask, q.shape[-2], k.shape[-2], shift)
     if seen is not None:
         logits = jnp.where(seen, logits, -jnp.inf)
     most = jnp.max(logits, -1, keepdims=True)
@@ -188,12 +237,13 @@ def plain_backward(
     delta: Any,
     dout: Any,
     mask: Any = None,
+    shift: Shift | None = None,
 ) -> tuple[Any, Any, Any]:
     """dq, dk and dv."""
     wide = dout.astype(jnp.float32)
     uncapped = _logits(op, q, k)
     logits = _capped(uncapped, op.cap)
-    seen = seen_of(op.band, segments, mask, q.shape[-2], k.shape[-2])
+    seen = seen_of(op.band, segments, mask, q.shape[-2], k.shape[-2], shift)
     if seen is not None:
         logits = jnp.where(seen, logits, -jnp.inf)
     weights = jnp.exp(logits - jnp.where(lse == -jnp.inf, 0.0, lse)[..., None])
@@ -207,11 +257,15 @@ def plain_backward(
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype)
 
 
-def seen_of(band: Band, segments: tuple[Any, Any] | None, mask: Any, t: int, s: int) -> Any:
+def seen_of(
+    band: Band, segments: tuple[Any, Any] | None, mask: Any, t: int, s: int, shift: Shift | None = None
+) -> Any:
     """Which keys each query sees, booleans that broadcast to the logits; None: all."""
     seen = None
     if not band.is_full:
         rows, columns = (jax.lax.broadcasted_iota(jnp.int32, (t, s), axis) for axis in (0, 1))
+        if shift is not None:
+            rows, band = rows + shift.offset, dataclasses.replace(band, offset=0)
         seen = band.allowed(rows, columns)
     if segments is not None:
         same = (segments[0][:, :, None] == segments[1][:, None, :])[:, None, None]
@@ -301,7 +355,7 @@ def _backward(op: AttentionForward, kept: Any, given: Any) -> tuple[Any, ...]:
     dout, dlse = given
     delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), -1) - dlse
     segments = () if q_segments is None else (q_segments, kv_segments)
-    dq, dk, dv = apply(AttentionBackward(op), q, k, v, *segments, lse, delta, dout)
+    dq, dk, dv = apply(op.backward, q, k, v, *segments, lse, delta, dout)
     dsinks = None
     if sinks is not None:
         shares = jnp.exp(sinks.astype(jnp.float32)[None, :, :, None] - lse)

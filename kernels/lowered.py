@@ -15,7 +15,7 @@ from xform.trace import Literal, Value, Var
 class Options:
     """chip: its name, by which block sizes go. interpret: there is none. shortest: see `Kernels`. blocks: in
     place of the table's. asked: the user names the operation, so that it is lowered where it only fits.
-    library: whose kernel it is to be.
+    library: whose kernel it is to be; "none": there is to be none, the operation is computed plainly.
     tokens_over, vocab_over: over how many devices tokens lie, and the vocabulary. memory: bytes of one.
     """
 

@@ -35,6 +35,21 @@ UNSEEN = -0.7 * float(np.finfo(np.float32).max)
 
 
 @dataclasses.dataclass(frozen=True)
+class Shift:
+    """Where queries stand, told when the program runs: the band's offset is that of this number."""
+
+    offsets: tuple[int, ...]
+    number: Any
+
+    @property
+    def offset(self) -> Any:
+        return sum(jnp.where(self.number == n, offset, 0) for n, offset in enumerate(self.offsets))
+
+    def bands(self, band: Band) -> tuple[Band, ...]:
+        return tuple(dataclasses.replace(band, offset=offset) for offset in self.offsets)
+
+
+@dataclasses.dataclass(frozen=True)
 class Seen:
     """The function of positions that the kernels call, of int32 arrays: whether q sees k.
 
@@ -51,7 +66,8 @@ class Seen:
         if band.left is not None:
             terms.append(k >= (q - band.left if band.left else q))
         if band.chunk is not None:
-            start = _chunk_start(q, band.chunk)
+            phase = band.phase
+            start = _chunk_start(q + phase, band.chunk) - phase if phase else _chunk_start(q, band.chunk)
             terms.append(k >= start)
             if band.right is None or band.right > 0:
                 terms.append(k < start + band.chunk)
@@ -94,10 +110,11 @@ def forward(
     chip: str,
     blocks: Blocks,
     interpret: bool,
+    shift: Shift | None = None,
 ) -> tuple[Any, Any]:
     """out [b, n, g, t, e] in the dtype of q, and lse [b, n, g, t]."""
     shape, s = q.shape, k.shape[-2]
-    rows = _Rows(band, shape[1], shape[2], shape[3], folded=sinks is None)
+    rows = _Rows(band, shape[1], shape[2], shape[3], sinks is None, shift)
     plan = forward_sizes(rows.shape(q, v, segments), chip, blocks)
     calls = splash()
     mask = rows.mask(plan.rows, s, plan.keys, plan.q, plan.kv)
@@ -127,7 +144,8 @@ def forward(
     with without_vma():
         out, lse = jax.vmap(one)(*_padded(args, plan))
     out, lse = (rows.unfold(x[:, :, : rows.count], shape) for x in (out, lse))
-    if sinks is None and not complete and (segments is not None or not band.sees_some(shape[3], s)):
+    some = all(each.sees_some(shape[3], s) for each in rows.bands)
+    if sinks is None and not complete and (segments is not None or not some):
         none = ~(lse > 0.5 * UNSEEN)  # nothing visited gives -inf, all visited masked gives UNSEEN
         out, lse = jnp.where(none[..., None], 0, out), jnp.where(none, -jnp.inf, lse)
     return out, lse
@@ -148,12 +166,13 @@ def backward(
     chip: str,
     blocks: Blocks,
     interpret: bool,
+    shift: Shift | None = None,
 ) -> tuple[Any, Any, Any]:
     """dq, dk, dv, in the dtypes of q, k and v: one kernel where its sums of dq, one for each block of keys,
     are few (`kernels.blocks`), else one for dq and one for dk and dv.
     """
     shape, s = q.shape, k.shape[-2]
-    rows = _Rows(band, shape[1], shape[2], shape[3], folded=True)
+    rows = _Rows(band, shape[1], shape[2], shape[3], True, shift)
     plan = backward_sizes(rows.shape(q, v, segments), chip, blocks)
     calls = splash()
     by_keys = rows.mask(plan.rows, s, plan.keys, plan.q, plan.kv)
@@ -242,6 +261,12 @@ class _Rows:
     g: int
     t: int
     folded: bool
+    shift: Shift | None = None
+
+    @property
+    def bands(self) -> tuple[Band, ...]:
+        """Those that it may be."""
+        return (self.band,) if self.shift is None else self.shift.bands(self.band)
 
     @property
     def is_folded(self) -> bool:
@@ -270,11 +295,20 @@ class _Rows:
 
     def mask(self, rows: int, s: int, keys: int, bq: int, bkv: int) -> _Mask:
         """The mask of padded rows and keys, in blocks of bq and bkv."""
-        band, times = self.band, self.g if self.is_folded else 1
-        first, last = (np.tile(each, times) for each in band.bounds(self.t, keys))
-        beyond = keys > s and bool((last > s).any() or band.prefix > s)
-        if band.is_full and not beyond:
+        beyond = keys > s and any(
+            bool((each.bounds(self.t, keys)[1] > s).any() or each.prefix > s) for each in self.bands
+        )
+        if self.band.is_full and not beyond:
             return _Mask(None, (), None)
+        each = [self._visits(band, rows, s, keys, bq, bkv) for band in self.bands]
+        visits = each[0] if self.shift is None else np.stack(each)
+        times = self.g if self.is_folded else 1
+        return _Mask(visits, (self.t, times, rows), Seen(self.band, s if beyond else None), self.shift)
+
+    def _visits(self, band: Band, rows: int, s: int, keys: int, bq: int, bkv: int) -> np.ndarray:
+        """Which blocks of keys each block of rows visits."""
+        times = self.g if self.is_folded else 1
+        first, last = (np.tile(each, times) for each in band.bounds(self.t, keys))
         last = np.minimum(last, s)
         visits = np.zeros((rows // bq, keys // bkv), bool)
         starts = np.arange(0, keys, bkv)
@@ -282,19 +316,20 @@ class _Rows:
             own = slice(block * bq, min((block + 1) * bq, self.count))
             lower, upper = first[own, None], last[own, None]
             visits[block] = ((lower < starts + bkv) & (upper > starts) & (lower < upper)).any(0)
-        visits |= starts < min(band.prefix, s)
-        return _Mask(visits, (self.t, times, rows), Seen(band, s if beyond else None))
+        return visits | (starts < min(band.prefix, s))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Mask:
     """Which blocks of keys each block of queries visits [row blocks, key blocks], how rows have positions (as
-    many queries, so many times, in so many rows), and the function of positions. None: all see all.
+    many queries, so many times, in so many rows), and the function of positions. None: all see all. shift:
+    which of the bands it is, of which each has its visits, in front.
     """
 
     visits: np.ndarray | None
     queries: tuple[int, ...]
     function: Seen | None
+    shift: Shift | None = None
 
     def info(self, calls: Any, order: str) -> Any:
         """As the kernels take it. order: "keys", for each block of queries those of keys; "queries", the
@@ -302,20 +337,23 @@ class _Mask:
         """
         if self.visits is None or self.function is None:
             return calls.MaskInfo(None, None, None, None, None)
+        visits = self.visits[None] if self.shift is None else self.visits
         if order == "keys":
-            numbers, run = _turns(self.visits)
+            numbers, run = _turns(visits)
         elif order == "queries":
-            numbers, run = (x.T for x in _turns(self.visits.T))
+            numbers, run = (x.swapaxes(-1, -2) for x in _turns(visits.swapaxes(-1, -2)))
         else:
-            run = self.visits
-            numbers = np.broadcast_to(np.arange(run.shape[0])[:, None], run.shape)
+            run = visits
+            numbers = np.broadcast_to(np.arange(run.shape[1])[:, None], run.shape)
         count, times, rows = self.queries
-        positions = jnp.tile(jnp.arange(count, dtype=jnp.int32) + self.function.band.offset, times)
+        offset = self.function.band.offset if self.shift is None else self.shift.offset
+        positions = jnp.tile(jnp.arange(count, dtype=jnp.int32) + offset, times)
         small = np.int8 if numbers.max() < 128 else np.int16 if numbers.max() < 1 << 15 else np.int32
+        number = slice(0, 1) if self.shift is None else jnp.expand_dims(self.shift.number, 0)
         return calls.MaskInfo(
-            data_next=jnp.asarray(numbers[None].astype(small)),
+            data_next=jnp.asarray(numbers.astype(small))[number],
             mask_next=None,
-            block_mask=jnp.asarray(run[None].astype(np.int8)),
+            block_mask=jnp.asarray(run.astype(np.int8))[number],
             partial_mask_blocks=None,
             q_sequence=_pad(positions, 0, rows),
         )
@@ -325,13 +363,13 @@ def _turns(visits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """For each row the numbers of the columns it visits, in order, and whether a turn runs: rows with fewer
     than the most stay where they are for the rest, which fetches nothing.
     """
-    counts = visits.sum(1)
+    counts = visits.sum(-1)
     width = max(int(counts.max()), 1)
-    order = np.argsort(~visits, axis=1, kind="stable")[:, :width]
+    order = np.argsort(~visits, axis=-1, kind="stable")[..., :width]
     turns = np.arange(width)
-    run = turns < counts[:, None]
-    stay = np.minimum(turns, np.maximum(counts - 1, 0)[:, None])
-    return np.take_along_axis(order, stay, axis=1), run
+    run = turns < counts[..., None]
+    stay = np.minimum(turns, np.maximum(counts - 1, 0)[..., None])
+    return np.take_along_axis(order, stay, axis=-1), run
 
 
 def _scaled(q: Any, scale: float) -> Any:

@@ -73,7 +73,15 @@ class Pipeline:
     prefetch: bool | None = None
 
     stages: ClassVar[tuple[str, ...]] = ("model", "step")
-    after: ClassVar[tuple[str, ...]] = ("roll", "chunkedloss", "kernels", "quantize", "remat", "accumulate")
+    after: ClassVar[tuple[str, ...]] = (
+        "roll",
+        "chunkedloss",
+        "kernels",
+        "context",
+        "quantize",
+        "remat",
+        "accumulate",
+    )
     brings: ClassVar[tuple[str, ...]] = ("roll",)
 
     @property

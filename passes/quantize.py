@@ -93,7 +93,7 @@ class Quantize:
 
     stages: ClassVar[tuple[str, ...]] = ("model", "step")
     leads: ClassVar[tuple[str, ...]] = ("step",)
-    after: ClassVar[tuple[str, ...]] = ("roll", "chunkedloss", "kernels")
+    after: ClassVar[tuple[str, ...]] = ("roll", "chunkedloss", "kernels", "context")
     exact: ClassVar[bool] = False
 
     def rewrite(self, jaxpr: Jaxpr, context: Context) -> Jaxpr:

@@ -76,7 +76,7 @@ class Remat:
     budget: str | int = ""
 
     stages: ClassVar[tuple[str, ...]] = ("model",)
-    after: ClassVar[tuple[str, ...]] = ("roll", "chunkedloss", "kernels")
+    after: ClassVar[tuple[str, ...]] = ("roll", "chunkedloss", "kernels", "context")
 
     def rewrite(self, jaxpr: Jaxpr, context: Context) -> Jaxpr:
         self._check()

@@ -14,6 +14,7 @@ from xform.check import check  # noqa: E402
 from xform.errors import Decline, PlanError, PromiseError, RewriteError  # noqa: E402
 from xform.passes.accumulate import Accumulate  # noqa: E402
 from xform.passes.chunkedloss import ChunkedLoss  # noqa: E402
+from xform.passes.context import Context  # noqa: E402
 from xform.passes.kernels import Kernels  # noqa: E402
 from xform.passes.narrow import Narrow  # noqa: E402
 from xform.passes.offload import Offload  # noqa: E402
@@ -31,6 +32,7 @@ from xform.state import Placed  # noqa: E402
 __all__ = [
     "Accumulate",
     "ChunkedLoss",
+    "Context",
     "Decline",
     "Kernels",
     "Lowered",

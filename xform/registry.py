@@ -24,6 +24,7 @@ GROUP = "xform.passes"
 
 BUILTIN: dict[str, str] = {
     "chunkedloss": "xform.passes.chunkedloss:ChunkedLoss",
+    "context": "xform.passes.context:Context",
     "accumulate": "xform.passes.accumulate:Accumulate",
     "kernels": "xform.passes.kernels:Kernels",
     "narrow": "xform.passes.narrow:Narrow",

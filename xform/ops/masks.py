@@ -14,8 +14,8 @@ class Band:
     """A mask by positions: keys in a band around the query, in the same chunk, or before the prefix's end.
 
     Query number t stands at position t + offset among the keys. It sees key s where all hold:
-    s <= t + offset + right; s >= t + offset - left; both lie in the same chunk of `chunk` positions; or
-    where s < prefix. None: no such bound.
+    s <= t + offset + right; s >= t + offset - left; both lie in the same chunk of `chunk` positions, the
+    first of which has begun `phase` positions before the first key; or where s < prefix. None: no such bound.
     """
 
     right: int | None = None
@@ -23,6 +23,7 @@ class Band:
     offset: int = 0
     chunk: int | None = None
     prefix: int = 0
+    phase: int = 0
 
     @property
     def is_full(self) -> bool:
@@ -38,7 +39,7 @@ class Band:
         if self.left is not None:
             seen &= s >= at - self.left
         if self.chunk is not None:
-            seen &= at // self.chunk == s // self.chunk
+            seen &= (at + self.phase) // self.chunk == (s + self.phase) // self.chunk
         if self.prefix:
             seen |= (s < self.prefix) & (at == at)
         return seen
@@ -52,11 +53,30 @@ class Band:
         if self.left is not None:
             first = np.maximum(first, at - self.left)
         if self.chunk is not None:
-            first = np.maximum(first, at // self.chunk * self.chunk)
-            last = np.minimum(last, (at // self.chunk + 1) * self.chunk)
+            start = (at + self.phase) // self.chunk * self.chunk - self.phase
+            first, last = np.maximum(first, start), np.minimum(last, start + self.chunk)
         return first, np.maximum(last, first)
 
     def sees_some(self, queries: int, keys: int) -> bool:
         """Whether every query sees at least one of the keys."""
         first, last = self.bounds(queries, keys)
         return bool(min(self.prefix, keys) > 0 or (last > first).all())
+
+    def moved(self, queries: int, keys: int) -> Band:
+        """The same band for the queries from number `queries` on and the keys from number `keys` on."""
+        return dataclasses.replace(
+            self,
+            offset=self.offset + queries - keys,
+            prefix=max(self.prefix - keys, 0),
+            phase=(self.phase + keys) % self.chunk if self.chunk is not None else 0,
+        )
+
+    def simplified(self, queries: int, keys: int) -> Band | None:
+        """What it is for so many queries and keys: none, where no query sees any; full, where each sees
+        all.
+        """
+        first, last = self.bounds(queries, keys)
+        first, last = np.maximum(first, 0), np.minimum(last, keys)
+        if self.prefix >= keys or bool(((first == 0) & (last == keys)).all()):
+            return Band()
+        return self if self.prefix > 0 or bool((last > first).any()) else None

@@ -1,0 +1,189 @@
+"""Computes attention over a length that lies over devices, each of which has a part of the texts.
+
+    s = dot_general q k                        o, lse = operation[attention, ring] q k v
+    p = softmax s, masked             ->       and backward:
+    o = dot_general p v                        dq, dk, dv = operation[attention_backward, ring] q k v lse ...
+
+`Shard` lays the length of activations over the axis; everything but attention then works on parts. Attention
+is put before autodiff as an operation that may be cut along its length, and sends what it needs itself
+(`xform.kernels.across`): keys and values all together, or around in a ring, or heads in exchange for length.
+Where Kernels has found a kernel for it, that runs inside. How it is sent is the strategy with the fewest
+bytes for these heads and this mask, if the plan does not say.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+from xform.context import Context as Told
+from xform.errors import Decline, PlanError
+from xform.higher_order import bodies
+from xform.kernels import lowering
+from xform.kernels.across import AcrossBackward, AcrossForward
+from xform.kernels.attention import AttentionForward, attention_and_lse
+from xform.kernels.lowering import Options
+from xform.kernels.sent import STRATEGIES, Sent, repeated
+from xform.ops import Operation, operation_of
+from xform.plans.rules import ways
+from xform.raising.finding import find
+from xform.raising.placing import Claim, placed
+from xform.raising.sinking import sunk
+from xform.report import amount
+from xform.rewrite import Site, rewrite
+from xform.sharding import regions
+from xform.trace import Jaxpr, Value, shape_of
+
+INNER = "context_usp_ulysses"
+"""MaxText's name of the mesh axis along which "usp" exchanges heads."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """Options:
+
+    axis: the mesh axis that the length lies over; with `context_usp_ulysses`, where the mesh has it.
+    strategy: "all_gather" of keys and values; "ring", in which they go round; "ulysses", all of the length of
+        some heads in exchange for some of the length of all; "usp", that along the axis
+        `context_usp_ulysses` and a ring along the other. By default, for each attention, the one that sends
+        the fewest bytes.
+
+    Raises PlanError where the mesh lacks the axis, where heads do not divide as a strategy that is named has
+    to have them, and where a length that should lie over the axis does not.
+    """
+
+    axis: str = "context"
+    strategy: Literal["all_gather", "ring", "ulysses", "usp"] | None = None
+
+    stages: ClassVar[tuple[str, ...]] = ("model",)
+    after: ClassVar[tuple[str, ...]] = ("roll", "chunkedloss", "kernels", "shard")
+
+    def rewrite(self, jaxpr: Jaxpr, context: Told) -> Jaxpr:
+        sizes = self._sizes(context)
+
+        def rule(site: Site) -> Sequence[Value] | None:
+            found = _attention(site)
+            if found is None:
+                return None
+            op, results = found
+            q, k, v, sinks, segments = op.named(site.args)
+            across = self._across(op, site, sizes, context)
+            made = attention_and_lse(across, q, k, v, sinks, *(segments or ()))
+            return [made[i] for i in results]
+
+        return rewrite(self._raised(jaxpr, context), rule, context.report, "context")
+
+    def finish(self, jaxpr: Jaxpr, context: Told) -> Jaxpr:
+        """Operations outside of any manual region get one."""
+        return regions.written(jaxpr, context, "context", _is_across)
+
+    def _sizes(self, context: Told) -> dict[str, int]:
+        """The mesh axes of the length, and how many devices they have."""
+        mesh = dict(context.mesh.shape)
+        if self.axis not in mesh:
+            raise PlanError(
+                f"context.axis = {self.axis!r}: the mesh has {', '.join(mesh) or 'no axes'}; name one of"
+                f" them, or give the mesh {self.axis} = 4, say"
+            )
+        found = {a: mesh[a] for a in dict.fromkeys((self.axis, INNER)) if mesh.get(a, 1) > 1}
+        if not found:
+            raise PlanError(f"context.axis = {self.axis!r} has one device in the mesh: it takes two or more")
+        if self.strategy == "usp" and len(found) < 2:
+            has = ", ".join(f"{a}={n}" for a, n in mesh.items())
+            raise PlanError(
+                f"context.strategy = 'usp' takes two mesh axes, {self.axis!r} for the ring and {INNER!r} for"
+                f" the heads, each of two devices or more; the mesh has {has}"
+            )
+        return found
+
+    def _raised(self, jaxpr: Jaxpr, context: Told) -> Jaxpr:
+        """The program with attention that has no kernel as an operation too."""
+        inside = sunk(jaxpr)
+        found = find(inside, "attention")
+        for near in found.declined:
+            context.report.declined("context", near.what, near.why, near.line or near.where)
+        claims = []
+        for r in found.raised:
+            try:
+                made = lowering.LOWERINGS[r.op](r, Options("", shortest=1, library="none"))
+            except Decline as reason:
+                context.report.declined("context", lowering.spelled(r), str(reason), r.line or r.where)
+                continue
+            claims += [Claim(r.view, each.takes, each.gives, each.emit) for each in made]
+        return placed(inside, claims, context.report) if claims else jaxpr
+
+    def _across(
+        self, op: AttentionForward, site: Site, sizes: Mapping[str, int], context: Told
+    ) -> AcrossForward:
+        """The operation that is put in its place, which the report is told of."""
+        shapes = [shape_of(v) for v in site.eqn.invars]
+        (b, n, g, t, d), s, e = shapes[0], shapes[1][2], shapes[2][3]
+        count, mesh = math.prod(sizes.values()), context.mesh.shape
+        what = f"attention of {t} queries, {n * g} heads, {n} of keys"
+        if t % count:
+            fit = f"{t // count * count} or {-(-t // count) * count} would"
+            raise Decline(f"{what}: {t} does not divide over {count} devices of {', '.join(sizes)}; {fit}")
+        if t != s:
+            context.report.did("context", f"{what}, and {s} keys", "queries in parts, keys whole", site.line)
+            return AcrossForward(op, "all_gather", cross=True)
+        rows, heads = ways(["activation_batch"], mesh), ways(["activation_kv_heads"], mesh)
+        size = Sent(
+            n // heads if n % heads == 0 else n,
+            g,
+            t // count,
+            d,
+            e,
+            site.avals[0].dtype.itemsize,
+            op.segments,
+            b // rows if b % rows == 0 else b,
+        )
+        costs = {
+            name: size.by(name, op.band, count, sizes.get(INNER, 1), context.differentiated)
+            for name in STRATEGIES
+            if name != "usp" or len(sizes) > 1
+        }
+        known = {name: cost for name, cost in costs.items() if cost is not None}
+        chosen = self.strategy or min(known, key=lambda name: known[name])
+        if chosen not in known:
+            raise PlanError(_undivided(chosen, size, what, site.line, count, sizes.get(INNER, 1)))
+        others = ", ".join(f"{name} {amount(cost)}" for name, cost in known.items() if name != chosen)
+        own = f"{amount(known[chosen])} a device and pass over {', '.join(sizes)}; by {others}"
+        context.report.did("context", f"{what}: {chosen}", own, site.line)
+        return AcrossForward(op, chosen, INNER if chosen == "usp" else "")
+
+
+def _undivided(strategy: str, size: Sent, what: str, line: str, ways: int, inner: int) -> str:
+    """The error where heads do not divide."""
+    exchanged = ways if strategy == "ulysses" else inner
+    fit = [n for n in range(2, size.n * size.g + 1) if repeated(size.n, size.g, n) is not None]
+    return (
+        f"context.strategy = {strategy!r} ({line}): {what}: {size.n * size.g} on a device do not divide over"
+        f" {exchanged} devices; over {', '.join(map(str, fit)) or 'none'} they would, and 'all_gather' and"
+        " 'ring' take any"
+    )
+
+
+def _attention(site: Site) -> tuple[AttentionForward, list[int]] | None:
+    """The attention that a call with a derivative of its own computes, of its operands in their order, and
+    which of out and lse it gives.
+    """
+    if site.name != "custom_vjp_call":
+        return None
+    (body, *_) = bodies(site.eqn)
+    found = [eqn for eqn in body.eqns if operation_of(eqn) is not None]
+    if len(found) != 1 or list(found[0].invars) != list(body.invars):
+        return None
+    op: Any = operation_of(found[0])
+    if not isinstance(op, AttentionForward):
+        return None
+    numbers: dict[Any, int] = {v: i for i, v in enumerate(found[0].outvars)}
+    for eqn in body.eqns:
+        if eqn.primitive.name == "name" and eqn.invars[0] in numbers:
+            numbers[eqn.outvars[0]] = numbers[eqn.invars[0]]
+    return op, [numbers[v] for v in body.outvars]
+
+
+def _is_across(op: Operation) -> bool:
+    return isinstance(getattr(op, "op", op), AcrossForward | AcrossBackward)
