@@ -20,7 +20,7 @@ from typing import Any, ClassVar, Literal
 
 from xform.context import Context as Told
 from xform.errors import Decline, PlanError
-from xform.higher_order import bodies
+from xform.higher_order import bodies, equations
 from xform.kernels import lowering
 from xform.kernels.across import AcrossBackward, AcrossForward
 from xform.kernels.attention import AttentionForward, attention_and_lse
@@ -34,7 +34,7 @@ from xform.raising.sinking import sunk
 from xform.report import amount
 from xform.rewrite import Site, rewrite
 from xform.sharding import regions
-from xform.trace import Jaxpr, Value, shape_of
+from xform.trace import Jaxpr, Value, shape_of, source_line
 
 INNER = "context_usp_ulysses"
 """MaxText's name of the mesh axis along which "usp" exchanges heads."""
@@ -76,8 +76,18 @@ class Context:
         return rewrite(self._raised(jaxpr, context), rule, context.report, "context")
 
     def finish(self, jaxpr: Jaxpr, context: Told) -> Jaxpr:
-        """Operations outside of any manual region get one."""
-        return regions.written(jaxpr, context, "context", _is_across)
+        """Operations outside of any manual region get one. By now all are told where their length lies."""
+        jaxpr = regions.written(jaxpr, context, "context", _is_across)
+        for eqn in equations(jaxpr):
+            op = operation_of(eqn)
+            if op is not None and _is_across(op) and not _axes(op):
+                raise PlanError(
+                    f"context ({source_line(eqn)}): the length of this attention lies over no {self.axis!r}."
+                    " Shard has to be in the plan, and to lay it so: by MaxText's rules it does, but for a"
+                    " dimension that is not told to be the length (the plan's `axes` names it) or that a"
+                    " rule of the plan leaves whole"
+                )
+        return jaxpr
 
     def _sizes(self, context: Told) -> dict[str, int]:
         """The mesh axes of the length, and how many devices they have."""
@@ -187,3 +197,10 @@ def _attention(site: Site) -> tuple[AttentionForward, list[int]] | None:
 
 def _is_across(op: Operation) -> bool:
     return isinstance(getattr(op, "op", op), AcrossForward | AcrossBackward)
+
+
+def _axes(op: Any) -> tuple[str, ...]:
+    """The mesh axes over which an operation's length lies."""
+    op = getattr(op, "op", op)
+    axes: tuple[str, ...] = (op.forward if isinstance(op, AcrossBackward) else op).axes
+    return axes

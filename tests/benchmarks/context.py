@@ -1,0 +1,71 @@
+"""Llama 7B training steps with long texts over a context axis, compiled for a TPU slice, against MaxText's.
+
+    python -m tests.benchmarks.context [ROW ...] [--save] [--cycles] [--use PASS ...]
+
+Prints for each strategy, per device and step as compiled: bytes on the wire with their ratio to those of
+MaxText's row of the same strategy; temp memory with its ratio; and below it the collectives over each axis,
+by kind (weights and their gradients lie over both). `--save` keeps attention's result and log-sum-exp for the
+backward pass (Remat's `save=context`), which then needs no second forward kernel, nor what that is sent.
+`--cycles` compiles to the end for the compiler's estimate of cycles. Passes are `narrow` and `kernels`, or
+those of `--use`.
+
+The rows: v5e 4x4, fsdp 4 x context 4, length 32768, batch 4, each layer recomputed, AdamW.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+
+from tests.benchmarks.rows_maxtext import Row, against, parser, step
+from tests.benchmarks.traffic import sharded
+from xform import topologies
+from xform.aot import OutOfDeviceMemory, compile_lowered
+
+LENGTH = 32768
+MESH = "fsdp=4,context=4"
+
+ROWS = {
+    name: Row(MESH, "v5e-16", 4, "full", temp, 5.06, wire, 407.2, mcycles, length=LENGTH)
+    for name, temp, wire, mcycles in (
+        ("all_gather", 8.269, 92.83, 7958.8),
+        ("ring", 9.916, 122.90, 0.0),
+        ("ulysses", 7.335, 60.62, 0.0),
+    )
+}
+"""MaxText's rows E1 to E3, by the strategy."""
+
+
+def main(arguments: list[str]) -> None:
+    flags = parser("tests.benchmarks.context", list(ROWS))
+    flags.add_argument("--cycles", action="store_true", help="compile to the end")
+    flags.add_argument("--save", action="store_true", help="attention's results are kept")
+    options = flags.parse_args(arguments)
+    for name in options.rows or ROWS:
+        row = ROWS[name]
+        if options.save:
+            row = dataclasses.replace(row, remat="custom,save=context")
+        uses = [*(options.use or ["narrow", "kernels"]), f"context:strategy={name}"]
+        made, args, topology = step(row, sharded(uses, "explicit"))
+        program = made.trace(*args)
+        for line in str(program.report).splitlines():
+            if line.startswith(("context:", "shard: along", "kernels: attention")):
+                print(f"  {line}")
+        lowered = made.lower(*args).lowered
+        try:
+            found = compile_lowered(lowered, topology=topology, mesh=made.mesh, full=options.cycles)
+        except OutOfDeviceMemory as error:
+            print(f"{name:12} does not fit: {error}", flush=True)
+            continue
+        wire = sum(kind.wire_bytes for kind in found.costs.collectives.values()) / 1e9
+        temp = (found.memory["temp"] or 0) / 1e9
+        print(f"{name:12} wire {against(wire, row.wire)}  temp {against(temp, row.temp)} GB", end="")
+        print(f"  Mcycles {against(found.costs.cycles / 1e6, row.mcycles)}" if options.cycles else "")
+        for axis, kinds in found.costs.axes.items():
+            sent = ", ".join(f"{kind} {k.count} x, {k.wire_bytes / 1e9:.2f} GB" for kind, k in kinds.items())
+            print(f"  over {axis}: {sent}", flush=True)
+
+
+if __name__ == "__main__":
+    topologies.prepare_environment()
+    main(sys.argv[1:])

@@ -1,0 +1,303 @@
+"""Context: attention over a length that lies over devices is what it is on one, and sends what is planned."""
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from xform import Context, Kernels, Plan, PlanError, Remat, Shard, parallelize
+from xform.higher_order import equations
+from xform.models import llama
+from xform.report import amount
+from xform.spmd.ledger import Sent, ledger
+
+RNG = np.random.default_rng(0)
+B, T, H, N, D, E = 2, 24, 8, 4, 3, 5
+MESH = {"fsdp": 2, "context": 4}
+AT = np.arange(T)
+CAUSAL = AT[:, None] >= AT
+
+MASKS: dict[str, Any] = {
+    "full": None,
+    "causal": CAUSAL,
+    "window": CAUSAL & (AT[:, None] - AT < 7),
+    "both ways": abs(AT[:, None] - AT) < 3,
+    "chunks": CAUSAL & (AT[:, None] // 5 == AT // 5),
+    "prefix": CAUSAL | (AT < 8),
+}
+SEGMENTS = jnp.asarray(np.array([AT // 7, AT // 10]), jnp.int32)
+
+
+def made(*shape: int) -> jax.Array:
+    return jnp.asarray(RNG.normal(size=shape), jnp.float32)
+
+
+def attend(q: Any, k: Any, v: Any, seen: Any = None, cap: float | None = None) -> Any:
+    """Grouped-query attention, plainly."""
+    k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+    scores = jnp.einsum("bthd,bshd->bhts", q, k) * 0.3
+    scores = scores if cap is None else cap * jnp.tanh(scores / cap)
+    scores = scores if seen is None else jnp.where(seen, scores, -1e30)
+    return jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores, -1), v)
+
+
+def weights(heads: int = H, keys: int = N, kinds: Any = ("causal",)) -> dict[str, dict[str, jax.Array]]:
+    shapes = {"q": (E, heads, D), "k": (E, keys, D), "v": (E, keys, D), "o": (heads, D, E)}
+    return {kind: {name: made(*shape) for name, shape in shapes.items()} for kind in kinds}
+
+
+def mixed(w: Mapping[str, Any], x: Any, seen: Any = None, cap: float | None = None) -> Any:
+    """A layer of attention."""
+    q, k, v = (jnp.einsum("bte,ehd->bthd", x, w[name]) for name in "qkv")
+    return jnp.einsum("bthd,hde->bte", attend(q, k, v, seen, cap), w["o"])
+
+
+def loss(params: Any, x: Any, segments: Any) -> Any:
+    """Of every mask, each with weights of its own."""
+    total, x = 0.0, x + 0.1 * segments[..., None]
+    for kind, w in params.items():
+        seen, cap = MASKS.get(kind), None
+        if kind == "segments":
+            seen = (CAUSAL & (segments[:, :, None] == segments[:, None]))[:, None]
+        if kind == "capped":
+            seen, cap = CAUSAL, 0.7
+        total += jnp.mean(jnp.sin(x + mixed(w, x, seen, cap)))
+    return total
+
+
+def gradients(params: Any, x: Any, segments: Any) -> Any:
+    return jax.value_and_grad(loss)(params, x, segments)
+
+
+X = made(B, T, E)
+PARAMS = weights(kinds=(*MASKS, "segments", "capped"))
+
+
+def planned(mesh: Mapping[str, int] = MESH, collectives: str = "explicit", **options: Any) -> Plan:
+    return Plan(mesh, [Context(**options), Shard(strict=False, collectives=collectives)])  # type: ignore[arg-type]
+
+
+def same(got: Any, want: Any, atol: float = 2e-6) -> None:
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=atol), got, want)
+
+
+def said(program: Any, kind: str = "did") -> str:
+    return "\n".join(f"{note.what}: {note.why}" for note in program.report.of(kind))
+
+
+def times(program: Any, what: str) -> int:
+    """How often it was said that something was done."""
+    return sum(count for note, count in program.report if what in note.what)
+
+
+def sent(program: Any, axes: tuple[str, ...] = ("context",)) -> list[Sent]:
+    """The collectives of attention."""
+    found = ledger(program.jaxpr, MESH)
+    return [each for each in found if each.axes == axes and "(attend)" in each.line]
+
+
+@pytest.fixture(scope="module")
+def wanted() -> Any:
+    return jax.jit(gradients)(PARAMS, X, SEGMENTS)
+
+
+@pytest.mark.parametrize("strategy", ["all_gather", "ring", "ulysses"])
+def test_every_mask_is_that_of_one_device(strategy: str, wanted: Any) -> None:
+    step = parallelize(gradients, planned(strategy=strategy))
+    same(step(PARAMS, X, SEGMENTS), wanted)
+    program = step.trace(PARAMS, X, SEGMENTS)
+    assert times(program, f"8 heads, 4 of keys: {strategy}") == len(PARAMS)
+    kinds = Counter(each.kind for each in sent(program))
+    assert (
+        set(kinds)
+        == {
+            "all_gather": {"all-gather", "reduce-scatter"},
+            "ring": {"permute"},
+            "ulysses": {"all-to-all", "all-gather"},  # the segments are gathered
+        }[strategy]
+    )
+
+
+@pytest.mark.parametrize("strategy", ["ring", "ulysses"])
+def test_collectives_left_to_the_compiler(strategy: str) -> None:
+    params = {kind: PARAMS[kind] for kind in ("window", "segments")}
+    step = parallelize(gradients, planned(collectives="auto", strategy=strategy))
+    same(step(params, X, SEGMENTS), jax.jit(gradients)(params, X, SEGMENTS))
+    assert "attention in a shard_map of its own: t over context, b over fsdp" in said(
+        step.trace(params, X, SEGMENTS)
+    )
+
+
+def test_heads_are_exchanged_along_one_axis_and_a_ring_goes_along_the_other(wanted: Any) -> None:
+    mesh = {"context": 2, "context_usp_ulysses": 4}
+    step = parallelize(gradients, planned(mesh, strategy="usp"))
+    same(step(PARAMS, X, SEGMENTS), wanted)
+    found = ledger(step.trace(PARAMS, X, SEGMENTS).jaxpr, mesh)
+    kinds = {(each.kind, each.axes) for each in found if "(attend)" in each.line}
+    assert ("permute", ("context",)) in kinds and ("all-to-all", ("context_usp_ulysses",)) in kinds
+
+
+@pytest.mark.parametrize("strategy", ["all_gather", "ring"])
+def test_a_kernel_runs_inside(strategy: str) -> None:
+    params = {kind: PARAMS[kind] for kind in ("causal", "chunks")}
+    plan = planned(strategy=strategy)
+    plan = Plan(MESH, [*plan.passes, Kernels(interpret=True, shortest=1)])
+    step = parallelize(gradients, plan)
+    same(step(params, X, SEGMENTS), jax.jit(gradients)(params, X, SEGMENTS))
+    program = step.trace(params, X, SEGMENTS)
+    assert times(program, "by a kernel") == times(program, f"4 of keys: {strategy}") == 2
+    assert "tpu_custom_call" not in (text := step.lower(params, X, SEGMENTS).as_text()) and "while" in text
+
+
+@pytest.mark.parametrize("heads, keys", [(6, 1), (4, 2), (8, 2)])
+def test_heads_that_are_fewer_than_devices(heads: int, keys: int) -> None:
+    """Of key heads, repeated for as many devices as there are; of query heads, what is left takes any."""
+    params = weights(heads, keys)
+    strategy = "ulysses" if heads % 4 == 0 else None
+    step = parallelize(gradients, planned(strategy=strategy))
+    same(step(params, X, SEGMENTS), jax.jit(gradients)(params, X, SEGMENTS))
+
+
+# ---------------------------------------------------------------- what is sent
+
+
+BYTES = 4 * B // 2 * T // 4
+
+
+@pytest.mark.parametrize(
+    "strategy, kind, heads, expected",
+    [
+        # keys and values to three others; backward these and their gradients; queries are twice as many
+        ("all_gather", "causal", (8, 4), {"all-gather": 12 * 4 * D, "reduce-scatter": 6 * 4 * D}),
+        # as many heads of keys: forward keys and values, backward queries, dout, lse and delta, and dq
+        ("all_gather", "causal", (4, 4), {"all-gather": 3 * 4 * (4 * D + 2), "reduce-scatter": 3 * 4 * D}),
+        # the same in permutes, one a hop
+        ("ring", "causal", (8, 4), {"permute": 3 * 6 * 4 * D}),
+        # a window of 7 reaches back over two parts of 6
+        ("ring", "window", (8, 4), {"permute": 6 * 4 * D}),
+        # q, k, v, out and lse; q, k, v, dout, lse and delta; dq, dk, dv
+        ("ulysses", "causal", (4, 4), {"all-to-all": 3 * (11 * D + 3)}),
+    ],
+)
+def test_what_is_sent_is_what_is_planned(strategy: str, kind: str, heads: Any, expected: Any) -> None:
+    params = weights(*heads, kinds=(kind,))
+    program = parallelize(gradients, planned(strategy=strategy)).trace(params, X, SEGMENTS)
+    found: Counter[str] = Counter()
+    for each in sent(program):
+        found[each.kind] += int(each.total)
+    assert found == {name: n * BYTES for name, n in expected.items()}
+    assert f"{strategy}: {amount(sum(found.values()))} a device and pass over context" in said(program)
+
+
+@pytest.mark.parametrize("heads, kind, strategy", [((8, 8), "causal", "ulysses"), ((8, 1), "causal", "all_gather"), ((8, 4), "window", "ring")])  # fmt: skip
+def test_by_default_it_is_the_strategy_that_sends_the_fewest_bytes(
+    heads: tuple[int, int], kind: str, strategy: str
+) -> None:
+    program = parallelize(gradients, planned()).trace(weights(*heads, kinds=(kind,)), X, SEGMENTS)
+    assert f"{heads[1]} of keys: {strategy}: " in said(program)
+
+
+def test_the_compiled_program_has_the_collectives_that_are_planned() -> None:
+    params = weights(kinds=("causal",))
+    step = parallelize(gradients, planned(strategy="ring"))
+    hops = sum(each.kind == "permute" for each in sent(step.trace(params, X, SEGMENTS)))
+    text = step.lower(params, X, SEGMENTS).compile().as_text()
+    assert text.count(" collective-permute(") + text.count(" collective-permute-start(") == hops
+    assert " all-to-all(" not in text and " all-gather(" not in text  # weights of 5 lie whole
+
+
+def test_nothing_of_length_times_length_exists() -> None:
+    length = 131072
+    shapes = jax.eval_shape(lambda: weights(kinds=("long",)))
+
+    def long(params: Any, x: Any, tokens: Any) -> Any:
+        at = jnp.arange(length)
+        x = x + tokens[..., None]
+        value = mixed(params["long"], x, at[:, None] >= at)
+        return jnp.mean(jnp.sin(x + value))
+
+    x = jax.ShapeDtypeStruct((B, length, E), jnp.float32)
+    tokens = jax.ShapeDtypeStruct((B, length), jnp.int32)
+    program = parallelize(jax.grad(long), planned(strategy="ring")).trace(shapes, x, tokens)
+    sizes = [v.aval.size for eqn in equations(program.jaxpr) for v in eqn.outvars]
+    assert max(sizes) <= H * (length // 4) ** 2 and len(sent(program)) == 15
+
+
+# ---------------------------------------------------------------- whole programs
+
+
+def test_a_step_that_shifts_its_labels_inside_and_adds_up_along_the_length() -> None:
+    table = {"table": made(11, E), "layer": weights()["causal"], "kernel": made(3, E, E)}
+    tokens = jnp.asarray(RNG.integers(0, 11, (B, T)), jnp.int32)
+
+    def objective(params: Any, tokens: Any) -> Any:
+        x = params["table"][tokens]
+        x = x + jax.lax.conv_general_dilated(
+            x, params["kernel"], (1,), [(2, 0)], dimension_numbers=("NWC", "WIO", "NWC")
+        )
+        x = x + mixed(params["layer"], x, CAUSAL)
+        x = x + 0.1 * jnp.cumsum(x, axis=1)
+        logits = jax.nn.log_softmax(x @ params["table"].T)
+        after = jnp.roll(tokens, -1, axis=1)
+        picked = jnp.take_along_axis(logits, after[..., None], -1)[..., 0]
+        return -jnp.mean(jnp.where(jnp.arange(T) < T - 1, picked, 0.0))
+
+    step = jax.value_and_grad(objective)
+    for collectives in ("auto", "explicit"):
+        ours = parallelize(step, planned(collectives=collectives))
+        same(ours(table, tokens), jax.jit(step)(table, tokens))
+
+
+def test_a_llama_whose_layers_are_computed_again() -> None:
+    """Packed texts, in a scan, fewer rows than the batch's axis; attention's results are saved."""
+    fn, (state, batch) = llama.train_step(batch=1, length=32, packed=True, abstract=False, remat=False)
+    plan = Plan(MESH, [Context(), Shard(collectives="explicit"), Remat(policy="custom", save=("context",))])
+    step = parallelize(fn, plan)
+    (after, metrics), (want, given) = step(state, batch), jax.jit(fn)(state, batch)
+    same(metrics, given, atol=1e-4)
+    same(after.params, want.params, atol=2e-3)
+    program = step.trace(state, batch)
+    assert times(program, "of keys: ") == 1
+
+
+def test_queries_of_another_length_than_keys() -> None:
+    """Queries lie in parts, keys and values whole, and their gradients are sums over the parts."""
+    params, memory = weights(), made(B, 10, E)
+
+    def objective(params: Any, x: Any, tokens: Any, memory: Any) -> Any:
+        w, x = params["causal"], x + tokens[..., None]
+        q = jnp.einsum("bte,ehd->bthd", x, w["q"])
+        k, v = (jnp.einsum("bse,ehd->bshd", memory, w[name]) for name in "kv")
+        return jnp.mean(jnp.sin(x + jnp.einsum("bthd,hde->bte", attend(q, k, v), w["o"])))
+
+    step = jax.value_and_grad(objective)
+    for collectives in ("auto", "explicit"):
+        ours = parallelize(step, planned(collectives=collectives))
+        same(ours(params, X, SEGMENTS, memory), jax.jit(step)(params, X, SEGMENTS, memory))
+        assert "10 keys" in said(ours.trace(params, X, SEGMENTS, memory))
+
+
+# ---------------------------------------------------------------- what cannot be
+
+
+@pytest.mark.parametrize(
+    "mesh, options, heads, words",
+    [
+        ({"fsdp": 2}, {}, (8, 4), "context.axis = 'context': the mesh has fsdp"),
+        ({"fsdp": 2, "context": 1}, {}, (8, 4), "'context' has one device in the mesh"),
+        (MESH, {"strategy": "usp"}, (8, 4), "'context_usp_ulysses' for the heads.*fsdp=2, context=4"),
+        (MESH, {"strategy": "ulysses"}, (6, 3), r"test_context.py:\d+ \(attend\).*6 on a device.*4 devices; over 2, 3, 6"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_says_where_and_what_would(mesh: Any, options: Any, heads: Any, words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        parallelize(gradients, planned(mesh, **options)).trace(weights(*heads), X, SEGMENTS)
+
+
+def test_a_length_that_lies_over_nothing_is_an_error() -> None:
+    with pytest.raises(PlanError, match=r"test_context.py:\d+.*lies over no 'context'"):
+        parallelize(gradients, Plan(MESH, [Context()])).trace(PARAMS, X, SEGMENTS)
