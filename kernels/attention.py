@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -287,6 +287,13 @@ def _capped(logits: Any, cap: float | None) -> Any:
 # ---------------------------------------------------------------- differentiated
 
 
+class Differentiated(Operation, Protocol):
+    """An operation of the operands and results of `AttentionForward`, and that which gives its gradients."""
+
+    @property
+    def backward(self) -> Operation: ...
+
+
 def attention(
     op: AttentionForward,
     q: Any,
@@ -304,7 +311,7 @@ def attention(
 
 
 def attention_and_lse(
-    op: AttentionForward,
+    op: Differentiated,
     q: Any,
     k: Any,
     v: Any,
@@ -337,7 +344,7 @@ def _varying(x: Any) -> frozenset[Any]:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(op: AttentionForward, *args: Any) -> tuple[Any, Any]:
+def _attention(op: Differentiated, *args: Any) -> tuple[Any, Any]:
     return forward(op, *args)[0]
 
 
@@ -350,7 +357,7 @@ def forward(op: Operation, *args: Any) -> tuple[Any, Any]:
     return (out, lse), (*args, out, lse)
 
 
-def _backward(op: AttentionForward, kept: Any, given: Any) -> tuple[Any, ...]:
+def _backward(op: Differentiated, kept: Any, given: Any) -> tuple[Any, ...]:
     q, k, v, sinks, q_segments, kv_segments, out, lse = kept
     dout, dlse = given
     delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), -1) - dlse

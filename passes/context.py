@@ -155,7 +155,7 @@ class Context:
             if name != "usp" or len(sizes) > 1
         }
         known = {name: cost for name, cost in costs.items() if cost is not None}
-        chosen = self.strategy or min(known, key=lambda name: known[name])
+        chosen: str = self.strategy or min(known, key=lambda name: known[name])
         if chosen not in known:
             raise PlanError(_undivided(chosen, size, what, site.line, count, sizes.get(INNER, 1)))
         others = ", ".join(f"{name} {amount(cost)}" for name, cost in known.items() if name != chosen)
