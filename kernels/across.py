@@ -39,13 +39,15 @@ class AcrossForward:
     belong together.
 
     of: the attention. cross: keys are of another length, and lie whole on each device, the queries alone in
-    parts. axes: those of the mesh over which the length lies, outermost first.
+    parts. lies: the mesh axes of the plan over which the length is to lie; axes: those over which it does,
+    outermost first.
     """
 
     of: AttentionForward
     strategy: str
     inner: str = ""
     cross: bool = False
+    lies: Axes = ()
     axes: Axes = ()
 
     told = "t"
@@ -140,6 +142,10 @@ class AcrossBackward:
     forward: AcrossForward
 
     told = "t"
+
+    @property
+    def lies(self) -> Axes:
+        return self.forward.lies
 
     @property
     def cut(self) -> str:

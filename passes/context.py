@@ -18,6 +18,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
 from xform.context import Context as Told
 from xform.errors import Decline, PlanError
 from xform.higher_order import bodies, equations
@@ -68,10 +73,11 @@ class Context:
             if found is None:
                 return None
             op, results = found
-            q, k, v, sinks, segments = op.named(site.args)
-            across = self._across(op, site, sizes, context)
-            made = attention_and_lse(across, q, k, v, sinks, *(segments or ()))
-            return [made[i] for i in results]
+            padded = Padded.of(op, site.args, math.prod(sizes.values()))
+            across = self._across(padded.op, site, padded.length, sizes, context)
+            args = padded.args if padded.length == padded.to else padded.laid(context.mesh, tuple(sizes))
+            made = attention_and_lse(across, *args)
+            return [made[i][:, :, :, : padded.length] for i in results]
 
         return rewrite(self._raised(jaxpr, context), rule, context.report, "context")
 
@@ -125,24 +131,28 @@ class Context:
         return placed(inside, claims, context.report) if claims else jaxpr
 
     def _across(
-        self, op: AttentionForward, site: Site, sizes: Mapping[str, int], context: Told
+        self, op: AttentionForward, site: Site, length: int, sizes: Mapping[str, int], context: Told
     ) -> AcrossForward:
         """The operation that is put in its place, which the report is told of."""
         shapes = [shape_of(v) for v in site.eqn.invars]
         (b, n, g, t, d), s, e = shapes[0], shapes[1][2], shapes[2][3]
         count, mesh = math.prod(sizes.values()), context.mesh.shape
         what = f"attention of {t} queries, {n * g} heads, {n} of keys"
-        if t % count:
-            fit = f"{t // count * count} or {-(-t // count) * count} would"
-            raise Decline(f"{what}: {t} does not divide over {count} devices of {', '.join(sizes)}; {fit}")
+        whole = -(-t // count) * count
         if t != s:
+            if t % count:
+                raise Decline(f"{what}, and {s} keys: {t} queries do not divide over {count}; {whole} would")
             context.report.did("context", f"{what}, and {s} keys", "queries in parts, keys whole", site.line)
-            return AcrossForward(op, "all_gather", cross=True)
+            return AcrossForward(op, "all_gather", cross=True, lies=tuple(sizes))
+        if whole != length:
+            over = f"{count} devices of {', '.join(sizes)}"
+            why = f"{length} does not divide over {over}: what is around it has the length whole"
+            context.report.did("context", f"{what}, filled up to {whole}", why, site.line)
         rows, heads = ways(["activation_batch"], mesh), ways(["activation_kv_heads"], mesh)
         size = Sent(
             n // heads if n % heads == 0 else n,
             g,
-            t // count,
+            whole // count,
             d,
             e,
             site.avals[0].dtype.itemsize,
@@ -161,7 +171,55 @@ class Context:
         others = ", ".join(f"{name} {amount(cost)}" for name, cost in known.items() if name != chosen)
         own = f"{amount(known[chosen])} a device and pass over {', '.join(sizes)}; by {others}"
         context.report.did("context", f"{what}: {chosen}", own, site.line)
-        return AcrossForward(op, chosen, INNER if chosen == "usp" else "")
+        return AcrossForward(op, chosen, INNER if chosen == "usp" else "", lies=tuple(sizes))
+
+
+@dataclasses.dataclass(frozen=True)
+class Padded:
+    """An attention whose length, of queries and keys, is filled up `to` one that divides. No query of the
+    program sees a key that is filled up: by position, or since its segment is no query's.
+
+    args: q, k, v, sinks or None, and segments, if any.
+    """
+
+    op: AttentionForward
+    args: tuple[Any, ...]
+    length: int
+    to: int
+
+    @classmethod
+    def of(cls, op: AttentionForward, args: Sequence[Value], count: int) -> Padded:
+        q, k, v, sinks, segments = op.named(args)
+        length, keys = q.shape[3], k.shape[2]
+        to = -(-length // count) * count
+        if to == length or length != keys:
+            return cls(op, (q, k, v, sinks, *(segments or ())), length, length)
+        band = op.band
+        behind = band.right is not None and band.right + band.offset <= 0 and band.prefix <= keys
+        if segments is None and not behind:
+            segments = (jnp.zeros((q.shape[0], length), jnp.int32),) * 2
+        op = dataclasses.replace(op, segments=segments is not None)
+        q, k, v = _filled(q, 3, to), _filled(k, 2, to), _filled(v, 2, to)
+        if segments is not None:
+            segments = _filled(segments[0], 1, to), _filled(segments[1], 1, to, np.iinfo(np.int32).min)
+        return cls(op, (q, k, v, sinks, *(segments or ())), length, to)
+
+    def laid(self, mesh: Mesh, axes: tuple[str, ...]) -> tuple[Any, ...]:
+        """The arguments, their length over mesh axes: what it was filled up from lies over none."""
+        q, k, v, sinks, *segments = self.args
+
+        def over(x: Any, dim: int) -> Any:
+            entries: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
+            entries[dim] = axes
+            return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*entries)))
+
+        return over(q, 3), over(k, 2), over(v, 2), sinks, *(over(x, 1) for x in segments)
+
+
+def _filled(x: Any, dim: int, to: int, value: int = 0) -> Any:
+    """An array filled up along a dimension."""
+    more = [(0, to - n if i == dim else 0) for i, n in enumerate(x.shape)]
+    return jnp.pad(x, more, constant_values=value)
 
 
 def _undivided(strategy: str, size: Sent, what: str, line: str, ways: int, inner: int) -> str:
@@ -187,6 +245,8 @@ def _attention(site: Site) -> tuple[AttentionForward, list[int]] | None:
         return None
     op: Any = operation_of(found[0])
     if not isinstance(op, AttentionForward):
+        if op.name == "attention":
+            raise Decline("its kernel is not JAX's, and does not run on parts: kernels.library has another")
         return None
     numbers: dict[Any, int] = {v: i for i, v in enumerate(found[0].outvars)}
     for eqn in body.eqns:

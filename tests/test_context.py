@@ -298,6 +298,26 @@ def test_queries_of_another_length_than_keys() -> None:
         assert "10 keys" in said(ours.trace(params, X, SEGMENTS, memory))
 
 
+@pytest.mark.parametrize("collectives, strategy", [("auto", "all_gather"), ("explicit", "ring")])
+def test_a_length_that_does_not_divide_is_filled_up(collectives: str, strategy: str) -> None:
+    length = 22
+    x, segments, at = X[:, :length], SEGMENTS[:, :length], np.arange(length)
+    params = {kind: PARAMS[kind] for kind in ("full", "causal", "segments")}
+
+    def objective(params: Any, x: Any, segments: Any) -> Any:
+        x, causal = x + 0.1 * segments[..., None], at[:, None] >= at
+        packed = (segments[:, :, None] == segments[:, None])[:, None]
+        masks = {"full": None, "causal": causal, "segments": packed}
+        return sum(jnp.mean(jnp.sin(x + mixed(w, x, masks[kind]))) for kind, w in params.items())
+
+    step = jax.value_and_grad(objective)
+    ours = parallelize(step, planned(collectives=collectives, strategy=strategy))
+    same(ours(params, x, segments), jax.jit(step)(params, x, segments))
+    program = ours.trace(params, x, segments)
+    assert times(program, "filled up to 24") == 3
+    assert collectives == "auto" or {each.kind for each in sent(program)} >= {"permute"}
+
+
 # ---------------------------------------------------------------- what cannot be
 
 

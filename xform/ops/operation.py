@@ -45,6 +45,7 @@ class Operation(Protocol):
     It may have, besides: `sums`, letters that may be cut too, where results that lack one are terms of a sum
     over the parts (`sums_of`). `told`, letters of both whose mesh axes it is told by `over(axes)`, which
     gives the operation on a part (`on_parts`); such parts are blocks, and it may use collectives over them.
+    `lies`: the mesh axes over which what it is told of is to lie, whatever is known of its operands.
     `wider(dtype)`: the operation that gives its terms of a weight's gradient in a wider dtype. `back`: it is
     linear in its one operand, and gradients of its result become the operand's by this operation. `batched`:
     the operation on arrays that all have a dimension more, in front. `grouped`: the letter of rows that

@@ -156,6 +156,10 @@ def _axes(op: Any, site: Site, roles: Roles, scope: Scope, context: Context) -> 
         if isinstance(var, Var)
         for c, size, entry in zip(dims, shape_of(var), _entries(roles, scope, var, context), strict=True)
     ]
+    lies = tuple(a for a in getattr(op, "lies", ()) if a in context.mesh.shape)
+    for c, size, _ in layouts:
+        if lies and c in told_of(op) and size % math.prod(context.mesh.shape[a] for a in lies) == 0:
+            found[c], taken = lies, set(lies)
     # What an operation is told of it is made to be cut along: it comes before the dimensions of other values.
     for letters in (told_of(op), op.cut + sums_of(op)):
         for c, size, entry in layouts:
