@@ -146,6 +146,14 @@ def test_heads_are_exchanged_along_one_axis_and_a_ring_goes_along_the_other(want
     assert ("permute", ("context",)) in kinds and ("all-to-all", ("context_usp_ulysses",)) in kinds
 
 
+@pytest.mark.parametrize("strategy", ["all_gather", "ring", "ulysses"])
+def test_a_length_over_two_axes(strategy: str) -> None:
+    """As it lies over one that is cut along the torus."""
+    params = {kind: PARAMS[kind] for kind in ("window", "segments")}
+    step = parallelize(gradients, planned({"context": 4, "context_usp_ulysses": 2}, strategy=strategy))
+    same(step(params, X, SEGMENTS), jax.jit(gradients)(params, X, SEGMENTS))
+
+
 @pytest.mark.parametrize("strategy", ["all_gather", "ring"])
 def test_a_kernel_runs_inside(strategy: str) -> None:
     params = {kind: PARAMS[kind] for kind in ("causal", "chunks")}
