@@ -45,6 +45,9 @@ INNER = "context_usp_ulysses"
 """MaxText's name of the mesh axis along which "usp" exchanges heads."""
 
 
+RINGS = ("ring", "usp")
+
+
 @dataclasses.dataclass(frozen=True)
 class Context:
     """Options:
@@ -55,8 +58,11 @@ class Context:
         `context_usp_ulysses` and a ring along the other. By default, for each attention, the one that sends
         the fewest bytes.
 
+    In the stages of a pipeline there is no ring: a permute is waited for by all devices, also by stages that
+    run something else at that tick.
+
     Raises PlanError where the mesh lacks the axis, where heads do not divide as a strategy that is named has
-    to have them, and where a length that should lie over the axis does not.
+    to have them, for a ring in a pipeline, and where a length that should lie over the axis does not.
     """
 
     axis: str = "context"
@@ -112,6 +118,12 @@ class Context:
                 f"context.strategy = 'usp' takes two mesh axes, {self.axis!r} for the ring and {INNER!r} for"
                 f" the heads, each of two devices or more; the mesh has {has}"
             )
+        if self.strategy in RINGS and context.stage_axes:
+            stages = ", ".join(context.stage_axes)
+            raise PlanError(
+                f"context.strategy = {self.strategy!r} with pipeline: stages over {stages} run different things"
+                " at a tick, where the permutes of a ring would wait for ever; take 'all_gather' or 'ulysses'"
+            )
         return found
 
     def _raised(self, jaxpr: Jaxpr, context: Told) -> Jaxpr:
@@ -162,7 +174,7 @@ class Context:
         costs = {
             name: size.by(name, op.band, count, sizes.get(INNER, 1), context.differentiated)
             for name in STRATEGIES
-            if name != "usp" or len(sizes) > 1
+            if (name != "usp" or len(sizes) > 1) and not (name in RINGS and context.stage_axes)
         }
         known = {name: cost for name, cost in costs.items() if cost is not None}
         chosen: str = self.strategy or min(known, key=lambda name: known[name])

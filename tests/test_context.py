@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.shards import grid
-from xform import Context, Kernels, Plan, PlanError, Remat, Shard, parallelize
+from xform import Context, Kernels, Pipeline, Plan, PlanError, Remat, Shard, parallelize
 from xform.higher_order import equations
 from xform.kernels.across import AcrossForward
 from xform.kernels.attention import AttentionForward
@@ -346,6 +346,20 @@ def test_a_length_that_does_not_divide_is_filled_up(collectives: str, strategy: 
 def test_what_cannot_be_says_where_and_what_would(mesh: Any, options: Any, heads: Any, words: str) -> None:
     with pytest.raises(PlanError, match=words):
         parallelize(gradients, planned(mesh, **options)).trace(weights(*heads), X, SEGMENTS)
+
+
+def test_a_pipeline_has_no_rings() -> None:
+    """A stage that runs something else would be waited for."""
+    objective, args = llama.loss(batch=4, length=32)
+    pipeline = Pipeline(microbatches=2, schedule="1f1b")
+
+    def program(**options: Any) -> Any:
+        plan = Plan({"stage": 2, "context": 4}, [pipeline, Context(**options), Shard()])
+        return parallelize(jax.grad(objective), plan).trace(*args)
+
+    with pytest.raises(PlanError, match=r"'ring' with pipeline: stages over stage .* 'ulysses'"):
+        program(strategy="ring")
+    assert " by all_gather " in (text := said(program())) and " ring " not in text
 
 
 def test_a_length_that_lies_over_nothing_is_an_error() -> None:
