@@ -121,8 +121,8 @@ class Context:
         if self.strategy in RINGS and context.stage_axes:
             stages = ", ".join(context.stage_axes)
             raise PlanError(
-                f"context.strategy = {self.strategy!r} with pipeline: stages over {stages} run different things"
-                " at a tick, where the permutes of a ring would wait for ever; take 'all_gather' or 'ulysses'"
+                f"context.strategy = {self.strategy!r} with pipeline: stages over {stages} run different"
+                " things at a tick, where the permutes of a ring would wait for ever; take 'all_gather' or 'ulysses'"
             )
         return found
 
