@@ -122,7 +122,8 @@ class Context:
             stages = ", ".join(context.stage_axes)
             raise PlanError(
                 f"context.strategy = {self.strategy!r} with pipeline: stages over {stages} run different"
-                " things at a tick, where a ring's permutes would wait for ever; take 'all_gather' or 'ulysses'"
+                " things at a tick, where a ring's permutes would wait for ever; take 'all_gather' or"
+                " 'ulysses'"
             )
         return found
 
