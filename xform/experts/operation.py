@@ -114,10 +114,11 @@ class Sorted:
         order = jnp.argsort(flat)
         takes: list[Any] = []
         for v, t in zip(middle.jaxpr.invars, middle.takes, strict=True):
+            aval: Any = v.aval
             if t == IDS:
-                takes.append(flat[order].astype(v.aval.dtype))
+                takes.append(flat[order].astype(aval.dtype))
             elif t == COUNTS:
-                takes.append(jnp.bincount(flat, length=middle.experts).astype(v.aval.dtype))
+                takes.append(jnp.bincount(flat, length=middle.experts).astype(aval.dtype))
             else:
                 x = next(others)
                 if t == TOKEN:

@@ -64,9 +64,8 @@ def lifted(jaxpr: Jaxpr, name: str, report: Report) -> Jaxpr:
                 continue
             if claim is not None:
                 claims.append(claim)
-                report.did(
-                    name, f"{WHAT} are one operation", "right for any number of tokens", source_line(eqn)
-                )
+                what = f"{WHAT} are one operation"
+                report.did(name, what, "right for any number of tokens", _line(view, number))
     with jax.named_scope("experts"):
         return placed(jaxpr, claims, report)
 
@@ -118,10 +117,10 @@ class _Dispatch:
         """What is to be put in its place; None where it is no sort of tokens by expert. Raises Decline for
         what nearly is one.
         """
-        self.base = self._base(self.ids)
+        self.base: Any = self._base(self.ids)
         self.made = self._made_of_ids()
         self.follows = self._follows_ids()
-        self.order = self._carried_along()
+        self.order: Any = self._carried_along()
         if self.order is None:
             return None
         rows = {n for n in range(self.number, len(self.view.eqns)) if self._is_lookup(n, into_rows=True)}
@@ -296,7 +295,7 @@ class _Dispatch:
 
     # ------------------------------------------------------------ whose rows they are
 
-    def _index(self, v: Var) -> list[Any]:
+    def _index(self, v: Any) -> list[Any]:
         return [x.reshape(-1) for x in self.known[v]]
 
     def _layout(self, lookups: set[int]) -> tuple[int, bool]:
@@ -376,7 +375,7 @@ class _Dispatch:
     def _token(self, n: Any) -> Any:
         return n // self.choices if self.first else n % (self.size // self.choices)
 
-    def _is_sorted_ids(self, v: Var) -> bool:
+    def _is_sorted_ids(self, v: Any) -> bool:
         triples = zip(self.known[self.ids], self.known[self.order], self.known[v], strict=True)
         return all(np.array_equal(ids.reshape(-1)[order], x.reshape(-1)) for ids, order, x in triples)
 
