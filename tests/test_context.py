@@ -154,9 +154,11 @@ def test_a_length_over_two_axes(strategy: str) -> None:
     same(step(params, X, SEGMENTS), jax.jit(gradients)(params, X, SEGMENTS))
 
 
-@pytest.mark.parametrize("strategy", ["all_gather", "ring"])
-def test_a_kernel_runs_inside(strategy: str) -> None:
-    params = {kind: PARAMS[kind] for kind in ("causal", "chunks")}
+@pytest.mark.parametrize(
+    ("strategy", "kinds"), [("all_gather", ("causal", "chunks")), ("ring", ("segments", "chunks"))]
+)
+def test_a_kernel_runs_inside(strategy: str, kinds: Any) -> None:
+    params = {kind: PARAMS[kind] for kind in kinds}
     plan = planned(strategy=strategy)
     plan = Plan(MESH, [*plan.passes, Kernels(interpret=True, shortest=1)])
     step = parallelize(gradients, plan)
@@ -173,6 +175,27 @@ def test_heads_that_are_fewer_than_devices(heads: int, keys: int) -> None:
     strategy = "ulysses" if heads % 4 == 0 else None
     step = parallelize(gradients, planned(strategy=strategy))
     same(step(params, X, SEGMENTS), jax.jit(gradients)(params, X, SEGMENTS))
+
+
+@pytest.mark.parametrize(("collectives", "strategy"), [("auto", "ulysses"), ("explicit", "ring")])
+def test_a_logit_that_no_key_has(collectives: str, strategy: str) -> None:
+    """Sinks: one for each head, counted once, whichever device has the head or the part."""
+    params = weights()["causal"] | {"sinks": made(H)}
+
+    def objective(w: Any, x: Any, segments: Any) -> Any:
+        x = x + 0.1 * segments[..., None]
+        q, k, v = (jnp.einsum("bte,ehd->bthd", x, w[name]) for name in "qkv")
+        k, v = (jnp.repeat(each, 2, axis=2) for each in (k, v))
+        scores = jnp.where(CAUSAL, jnp.einsum("bthd,bshd->bhts", q, k) * 0.3, -1e30)
+        sinks = jnp.broadcast_to(w["sinks"][None, :, None, None], (*scores.shape[:3], 1))
+        seen = jax.nn.softmax(jnp.concatenate([scores, sinks], -1), -1)[..., :-1]
+        mixed = jnp.einsum("bhts,bshd->bthd", seen, v)
+        return jnp.mean(jnp.sin(x + jnp.einsum("bthd,hde->bte", mixed, w["o"])))
+
+    step = jax.value_and_grad(objective)
+    ours = parallelize(step, planned(collectives=collectives, strategy=strategy))
+    same(ours(params, X, SEGMENTS), jax.jit(step)(params, X, SEGMENTS))
+    assert times(ours.trace(params, X, SEGMENTS), f"of keys: {strategy}") == 1
 
 
 # ---------------------------------------------------------------- what is sent

@@ -13,7 +13,7 @@ from tests import layered
 from tests.layered import PROGRAMS, Program, of_layers
 from tests.processes import twice
 from tests.test_pipeline import SCHEDULED, piped, scheduled, slow
-from xform import Shard
+from xform import Pipeline, Plan, Shard, aot, parallelize, topologies
 from xform.api import Parallelized
 from xform.higher_order import bodies, equations, scan_parts
 from xform.pipeline.pieces import reached
@@ -241,6 +241,27 @@ def test_the_compiler_gathers_nothing_over_stages(name: str) -> None:
     text = step.lower(step.place(params), *data).compile().as_text()
     assert "collective-permute(" in text
     assert "all-gather(" not in text and "all-to-all(" not in text
+
+
+@pytest.mark.slow  # compiles a step for a TPU
+def test_of_stages_on_slices_of_their_own_only_the_axis_of_the_stages_crosses() -> None:
+    """Permutes of the table, and what embedding and head send, whose vocabulary lies over the stages."""
+    topologies.prepare_environment()
+    topology = topologies.parse("2xv5e:2x2")
+    loss, params, data = of_layers(4)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (params, data))
+    pipeline = Pipeline(microbatches=8, schedule="eager-1f1b")
+    plan = Plan({"fsdp": 4}, [pipeline, EXPLICIT], dcn={"stage": 2})
+    step = parallelize(jax.value_and_grad(loss), plan, devices=topology.devices())
+    lowered = step.lower(shapes[0], *shapes[1])
+    result = aot.compile_lowered(lowered.lowered, topology=topology, mesh=step.mesh).to_json()
+    over = result["collectives_by_axis"]
+    assert set(over["stage"]) == {"collective-permute", "all-reduce"}
+    schedule = table("eager-1f1b", 2, 8)
+    ticks = len({(send.tick, send.direction) for send in cost(schedule).sends})
+    assert ticks <= over["stage"]["collective-permute"]["count"] <= ticks + untaken(schedule)
+    crossing = {axes: kinds for axes, kinds in over.items() if axes not in ("stage", "fsdp")}
+    assert sum(each["wire_bytes"] for kinds in crossing.values() for each in kinds.values()) <= 64
 
 
 PROGRAM = """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from xform.report import Note, Report
+from xform.report import Note, Report, duration
 
 
 def test_the_same_note_stands_once_with_its_count():
@@ -32,3 +32,7 @@ def test_notes_keep_their_order_and_are_found_by_kind():
 
 def test_an_empty_report_is_an_empty_text():
     assert str(Report()) == "" and not Report()
+
+
+def test_times_are_written_as_a_person_reads_them() -> None:
+    assert [duration(x) for x in (1.624, 0.0032, 4.5e-5)] == ["1.62 s", "3.20 ms", "45.0 us"]

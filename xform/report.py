@@ -58,6 +58,14 @@ def amount(nbytes: float) -> str:
     return f"{nbytes:.0f} bytes"
 
 
+def duration(seconds: float) -> str:
+    """A time as a person reads it: `1.62 s`, `3.20 ms`."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= scale:
+            return f"{seconds / scale:.2f} {unit}"
+    return f"{seconds / 1e-6:.1f} us"
+
+
 @dataclasses.dataclass(frozen=True)
 class Traffic:
     """The bytes that a device sends in a step, as the program is written (`xform.spmd.traffic`).

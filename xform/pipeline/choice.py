@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from xform.memory import Trial
-from xform.report import Report, amount
+from xform.report import Report, amount, duration
 from xform.schedules import SCHEDULES, cost, make
 
 LAYERS, STACKS, MICROBATCHES = "pipeline.layers", "pipeline.stacks", "pipeline.microbatches"
@@ -48,7 +48,9 @@ class Tried:
         if math.isinf(self.peak):
             return "does not fit the device"
         sends = f", {amount(self.wire)} sent" if self.wire else ""
-        return f"{self.seconds:.2f} s, {amount(self.peak)} of memory{sends}, {self.idle:.1%} of slots idle"
+        return (
+            f"{duration(self.seconds)}, {amount(self.peak)} of memory{sends}, {self.idle:.1%} of slots idle"
+        )
 
 
 def choices(layers: int, stages: int, repeats: int, delay: int, stacks: int = 1) -> list[Choice]:
