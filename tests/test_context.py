@@ -137,11 +137,11 @@ def test_collectives_left_to_the_compiler(strategy: str) -> None:
     )
 
 
-def test_heads_are_exchanged_along_one_axis_and_a_ring_goes_along_the_other(wanted: Any) -> None:
-    mesh = {"context": 2, "context_usp_ulysses": 4}
+def test_heads_are_exchanged_along_one_axis_and_a_ring_goes_along_the_other() -> None:
+    mesh, params = {"context": 2, "context_usp_ulysses": 4}, {k: PARAMS[k] for k in ("chunks", "segments")}
     step = parallelize(gradients, planned(mesh, strategy="usp"))
-    same(step(PARAMS, X, SEGMENTS), wanted)
-    found = ledger(step.trace(PARAMS, X, SEGMENTS).jaxpr, mesh)
+    same(step(params, X, SEGMENTS), jax.jit(gradients)(params, X, SEGMENTS))
+    found = ledger(step.trace(params, X, SEGMENTS).jaxpr, mesh)
     kinds = {(each.kind, each.axes) for each in found if "(attend)" in each.line}
     assert ("permute", ("context",)) in kinds and ("all-to-all", ("context_usp_ulysses",)) in kinds
 
@@ -154,9 +154,7 @@ def test_a_length_over_two_axes(strategy: str) -> None:
     same(step(params, X, SEGMENTS), jax.jit(gradients)(params, X, SEGMENTS))
 
 
-@pytest.mark.parametrize(
-    ("strategy", "kinds"), [("all_gather", ("causal", "chunks")), ("ring", ("segments", "chunks"))]
-)
+@pytest.mark.parametrize(("strategy", "kinds"), [("all_gather", ("chunks",)), ("ring", ("segments",))])
 def test_a_kernel_runs_inside(strategy: str, kinds: Any) -> None:
     params = {kind: PARAMS[kind] for kind in kinds}
     plan = planned(strategy=strategy)
@@ -164,7 +162,7 @@ def test_a_kernel_runs_inside(strategy: str, kinds: Any) -> None:
     step = parallelize(gradients, plan)
     same(step(params, X, SEGMENTS), jax.jit(gradients)(params, X, SEGMENTS))
     program = step.trace(params, X, SEGMENTS)
-    assert times(program, "by a kernel") == times(program, f"4 of keys: {strategy}") == 2
+    assert times(program, "by a kernel") == times(program, f"4 of keys: {strategy}") == 1
     assert "tpu_custom_call" not in (text := step.lower(params, X, SEGMENTS).as_text()) and "while" in text
 
 

@@ -158,8 +158,7 @@ def test_others_spellings(name):
 
 WHERE = {
     "written out": ({"stage": 2, "fsdp": 2, "tensor": 2}, "explicit", mixtral),
-    "shared and routed, written out": ({"stage": 2, "fsdp": 2}, "explicit", deepseek),
-    "left to the compiler": ({"stage": 2, "fsdp": 2}, "auto", mixtral),
+    "shared and routed, left to the compiler": ({"stage": 2, "fsdp": 2}, "auto", deepseek),
 }
 
 
