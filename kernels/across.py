@@ -283,4 +283,6 @@ class Heads:
         return lax.dynamic_slice_in_dim(x, number(self.axes) * own, own, 0)
 
     def segments(self, segments: Segments) -> Segments:
-        return None if segments is None else tuple(gathered(x, self.axes, 1) for x in segments)  # type: ignore[return-value]
+        if segments is None:
+            return None
+        return gathered(segments[0], self.axes, 1), gathered(segments[1], self.axes, 1)

@@ -23,7 +23,7 @@ from jax.interpreters import partial_eval
 from xform.batch import Cut, Placed, Split, cut_along_batch, divided
 from xform.context import Context
 from xform.errors import Decline, PlanError
-from xform.experts import lifted
+from xform.experts import lifted, refused
 from xform.memory import Trial
 from xform.pipeline import Pipelined, Shape
 from xform.pipeline.arrays import is_floating
@@ -126,7 +126,8 @@ class Pipeline:
         )
         if isinstance(found, Placed):
             where = f" ({found.line})" if found.line else ""
-            raise PlanError(f"pipeline: the batch cannot be cut into microbatches: {found}{where}")
+            what = f"pipeline: the batch cannot be cut into microbatches: {found}{where}"
+            raise PlanError(what + refused(context.report))
         pipelined = Pipelined(found, dtype, context.report)
         try:
             sizes = self._sizes(pipelined, schedule)

@@ -27,8 +27,8 @@ import jax  # noqa: E402  (after the environment)
 import numpy as np  # noqa: E402
 
 from tests import layered, test_pipeline, test_pipeline_combined  # noqa: E402  (import jax)
-from tests.test_pipeline import EXACT, MESHES, graded, piped, scheduled, wide  # noqa: E402
-from xform import PlanError  # noqa: E402
+from tests.test_pipeline import EXACT, MESHES, graded, piped, scheduled, wide  # noqa: E402  (imports jax)
+from xform import PlanError  # noqa: E402  (imports jax)
 
 PROGRAMS = layered.PROGRAMS | {
     "seven layers": lambda: layered.of_layers(7),

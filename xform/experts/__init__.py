@@ -1,10 +1,10 @@
 """Tokens that go to experts: read as one operation, whatever way the rows of an expert come together.
 
-`reading` finds where tokens are sorted by expert and what is done until they are back; `operation` is that as
-one equation, right for any number of tokens.
+`reading` finds where tokens are sorted by expert and what is done until they are back, `numbers` what is made
+of the experts' numbers alone; `operation` is all of it as one equation, right for any number of tokens.
 """
 
 from xform.experts.operation import Middle, Sorted
-from xform.experts.reading import lifted
+from xform.experts.reading import lifted, refused
 
-__all__ = ["Middle", "Sorted", "lifted"]
+__all__ = ["Middle", "Sorted", "lifted", "refused"]

@@ -82,10 +82,10 @@ class Sorted:
     """
 
     middle: Middle
-    interpret: bool = False
 
     name = "experts"
     cut = "m"
+    interpret = False
 
     @property
     def _dims(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
