@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -96,6 +97,36 @@ def test_a_tick_that_sends_in_a_direction_is_one_permute(name: str) -> None:
     ends = sum(n for (what, _, _), n in found.items() if what == "psum")
     # a microbatch's result to the loss, and its gradient to the embedding: under a condition in some loops
     assert ends == 2 * 8 or (ends < 2 * 8 and name == "interleaved")
+
+
+@jax.custom_vjp
+def marked(x: Any) -> Any:
+    """x, which a layer takes forward through one operation that is nowhere else, and back through another."""
+    return x + jax.lax.erf_inv(0.1 * jnp.tanh(x))
+
+
+marked.defvjp(lambda x: (marked(x), x), lambda x, dx: (dx * jax.lax.lgamma(2 + jnp.tanh(x)),))
+
+
+@pytest.mark.parametrize("name", ["gpipe", "circular", "eager-1f1b", "eager-1f1b, two chunks"])
+def test_slots_that_run_and_do_nothing_are_those_of_the_table(name: str) -> None:
+    """Their ticks have works of one kind, which all stages run, also those that have none."""
+    schedule = table(name, 4, 8)
+
+    def loss(params: Any, tokens: Any) -> Any:
+        x = layered.through(lambda x, w: marked(x @ w), params["embedding"][tokens], params["w"])
+        return layered.tied(params, x, tokens)
+
+    params = {"w": np.zeros((8, layered.EMBED, layered.EMBED), np.float32)}
+    params["embedding"] = layered.weights()["embedding"]
+    program = loss, params, (layered.text(8),)
+    options = {"mesh": {"stage": 4}, "microbatches": 8} | scheduled(name)
+    layers: collections.Counter[str] = collections.Counter()
+    for eqn, times, _ in ran(traced(program, **options)):
+        layers[eqn.primitive.name] += times
+    chunks = (layers["erf_inv"] + layers["lgamma"]) // (8 // schedule.blocks)
+    works = sum(1 for _ in schedule.works())
+    assert chunks * schedule.stages - works == cost(schedule).idle > 0
 
 
 @pytest.mark.parametrize(

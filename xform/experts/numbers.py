@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -52,8 +52,7 @@ class Numbers:
 
     def __init__(self, view: View, number: int) -> None:
         sort = view.eqns[number]
-        self.view = view
-        self.ids: Any = sort.invars[0]
+        self.view, self.ids = view, cast(Var, sort.invars[0])
         self.size = shape_of(self.ids)[0]
         self.static = static(view)
         self.base: Any = self._base(self.ids)
