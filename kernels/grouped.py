@@ -7,7 +7,7 @@ sizes are zero. Three operations: this one, the same with the weights transposed
 and the grouped outer product (the gradient of the weights), all of JAX's kernels `gmm` and `tgmm`
 (jax.experimental.pallas.ops.tpu.megablox), or of tokamax's (`kernels.tokamax_grouped`). They want whole tiles
 of rows and leave rows without a group as they find them, so rows are padded, and those rows made zero. Groups
-lie along m and k is summed over, so it is n that may lie over devices, and k and n of the weights' gradient.
+lie along m, so it is k and n that may lie over devices; of k there are terms of a sum then.
 """
 
 from __future__ import annotations
@@ -84,7 +84,9 @@ class GroupedMatmul(_Grouped):
     name = "grouped_matmul"
     results = ("mn",)
     cut = "n"
+    sums = "k"
     grouped = "m"
+    groups = "x"
 
     @property
     def operands(self) -> tuple[str, ...]:
@@ -124,6 +126,7 @@ class GroupedOuter(_Grouped):
     results = ("xkn",)
     cut = "kn"
     grouped = "m"
+    groups = "x"
 
     def plain(self, *args: jax.Array) -> Sequence[jax.Array]:
         x, y, sizes = args

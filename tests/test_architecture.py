@@ -23,6 +23,7 @@ LAYERS = (
     "flops",  # the arithmetic a program asks for
     "rewrite",  # the engine
     "ops",  # high-level operations, an equation each
+    "derivative",  # a program's derivative as two programs
     "movement",  # values made of others by moving and converting alone
     "graph",  # a jaxpr as a graph
     "printing",  # programs as text, diffs, pages

@@ -15,6 +15,7 @@ from xform.errors import Decline, PlanError, PromiseError, RewriteError  # noqa:
 from xform.passes.accumulate import Accumulate  # noqa: E402
 from xform.passes.chunkedloss import ChunkedLoss  # noqa: E402
 from xform.passes.context import Context  # noqa: E402
+from xform.passes.experts import Experts  # noqa: E402
 from xform.passes.kernels import Kernels  # noqa: E402
 from xform.passes.narrow import Narrow  # noqa: E402
 from xform.passes.offload import Offload  # noqa: E402
@@ -34,6 +35,7 @@ __all__ = [
     "ChunkedLoss",
     "Context",
     "Decline",
+    "Experts",
     "Kernels",
     "Lowered",
     "Narrow",

@@ -26,6 +26,7 @@ BUILTIN: dict[str, str] = {
     "chunkedloss": "xform.passes.chunkedloss:ChunkedLoss",
     "context": "xform.passes.context:Context",
     "accumulate": "xform.passes.accumulate:Accumulate",
+    "experts": "xform.passes.experts:Experts",
     "kernels": "xform.passes.kernels:Kernels",
     "narrow": "xform.passes.narrow:Narrow",
     "offload": "xform.passes.offload:Offload",

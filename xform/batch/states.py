@@ -188,12 +188,14 @@ class Batch:
     """Which axis the batch is: its factors, major to minor; or the minor ones alone, where their size is a
     multiple of the microbatches, which then tell these apart as well. Row r is in microbatch r % steps.
 
-    in_rule: in the rule of a derivative, where functions with a rule are no more than their bodies.
+    in_rule: in the rule of a derivative, where functions with a rule are no more than their bodies. groups:
+    its rows are groups (experts), and what is sorted by them has no more than the rows of those at hand.
     """
 
     factors: tuple[Factor, ...]
     split: Split
     in_rule: bool = False
+    groups: bool = False
 
     @property
     def size(self) -> int:

@@ -16,9 +16,9 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from xform.axes import find_axes
-from xform.batch.local import Local, analyse
-from xform.batch.states import GROUPS, SAME, Batch, Micro, Mixes, Split, State, rows
+from xform.batch.local import Local
+from xform.batch.states import GROUPS, SAME, Mixes, State, rows
+from xform.experts.sizes import Sized, local, ran
 from xform.trace import Jaxpr, Value, shape_of
 
 TOKEN, CHOICE, IDS, COUNTS, GIVEN = "token", "choice", "ids", "counts", "given"
@@ -29,16 +29,6 @@ ROWS = frozenset((TOKEN, CHOICE, IDS))
 
 LETTERS = "".join(c for c in string.ascii_letters if c not in "mj") + "".join(map(chr, range(0x3B1, 0x3CA)))
 """Of dimensions that are neither tokens nor choices."""
-
-
-@dataclasses.dataclass(frozen=True)
-class _Sized(Split):
-    """Other numbers of rows than the middle was written for: `have` in the place of `whole`."""
-
-    have: int = 0
-
-    def part(self, n: int) -> int:
-        return n // self.whole * self.have
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -58,10 +48,7 @@ class Middle:
 
     def of(self, count: int) -> Local:
         """The program for so many rows. Raises `Mixes`, with the line, where rows meet."""
-        axes = find_axes(self.jaxpr).root
-        first = next(v for v, t in zip(self.jaxpr.invars, self.takes, strict=True) if t in ROWS)
-        batch = Batch(axes[first][0], _Sized(self.size, 1, have=count))
-        return analyse(self.jaxpr, self.states(), axes, batch, [])
+        return local(self.jaxpr, self.states(), Sized(self.size, 1, have=count))
 
     def check(self) -> None:
         """Raises `Mixes` where it does more with rows than treat each alone."""
@@ -69,8 +56,7 @@ class Middle:
             raise Mixes("what comes of the rows of experts is no row for each")
 
     def run(self, args: Sequence[Value], count: int) -> list[Value]:
-        local = self.of(count)
-        return local.run(args, Micro(jnp.int32(0), _Sized(self.size, 1, have=count)))
+        return ran(self.of(count), args, Sized(self.size, 1, have=count))
 
 
 @dataclasses.dataclass(frozen=True)

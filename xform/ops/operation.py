@@ -50,7 +50,9 @@ class Operation(Protocol):
     linear in its one operand, and gradients of its result become the operand's by this operation. `batched`:
     the operation on arrays that all have a dimension more, in front. `grouped`: the letter of rows that
     come in groups, whose sizes it takes: each is treated alone but for its group, results that lack it are
-    sums.
+    sums; `groups` is the letter of the groups. `shared`: (rows, blocks, outer, ways), two letters that lie over
+    the same mesh axes in `ways` parts, of rows the `outer` parts lying further out: between these the operation
+    moves things itself, and is told of the axes by the letter of the blocks.
     """
 
     @property
@@ -176,6 +178,19 @@ def grouped_of(op: Operation) -> str:
     return str(getattr(op, "grouped", ""))
 
 
+def groups_of(op: Operation) -> str:
+    """The letter of the groups."""
+    return str(getattr(op, "groups", ""))
+
+
+def shared_of(op: Operation) -> tuple[str, str, int, int] | None:
+    """Two letters that lie over the same mesh axes: of rows, of blocks; how many parts of rows lie further
+    out, and how many parts there are.
+    """
+    found: tuple[str, str, int, int] | None = getattr(op, "shared", None)
+    return found
+
+
 def on_parts(op: Operation, axes: Mapping[str, tuple[str, ...]]) -> Operation:
     """The operation as a device runs it, its dimensions lying over these mesh axes of a manual region."""
     own = {c: tuple(axes.get(c, ())) for c in told_of(op)}
@@ -185,7 +200,9 @@ def on_parts(op: Operation, axes: Mapping[str, tuple[str, ...]]) -> Operation:
 
 def terms_of(op: Operation, number: int, axes: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
     """The mesh axes over which a result is the terms of a sum, where the dimensions lie over `axes`."""
-    return tuple(a for c in sums_of(op) if c not in op.results[number] for a in axes.get(c, ()))
+    own = {a for c in op.results[number] for a in axes.get(c, ())}
+    lacking = (c for c in sums_of(op) if c not in op.results[number])
+    return tuple(dict.fromkeys(a for c in lacking for a in axes.get(c, ()) if a not in own))
 
 
 def widened(op: Operation, dtype: str) -> Operation:

@@ -12,13 +12,12 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import jax
-
+from xform.derivative import derivative, reached, with_results
 from xform.pipeline.arrays import is_floating
-from xform.pipeline.pieces import Part, Pieces, reached
+from xform.pipeline.pieces import Part, Pieces
 from xform.rewrite import Site, rewrite
 from xform.spmd.keeping import narrowed
-from xform.trace import Jaxpr, Literal, Value, Var, inline, trace_flat, without_dead
+from xform.trace import Jaxpr, Value, Var, inline, trace_flat, without_dead
 
 OPENED = frozenset({"remat2", "jit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"})
 """Calls in which the gradient of the input and that of the weights may be made by different equations."""
@@ -132,62 +131,29 @@ def layer_of(pieces: Pieces, part: Part, differentiated: Iterable[int]) -> Layer
     plain = trace_flat(run, types, "layer")
     outs = tuple(v.aval for v in plain.outvars)
     chosen = [n for n, t in enumerate(moving) if is_floating(t)] + [len(moving) + n for n in wanted]
-    floats = [n for n, t in enumerate(outs) if is_floating(t)]
-    tree: Any = None
-
-    def forward(*args: Value) -> list[Value]:
-        nonlocal tree
-
-        def of(some: Sequence[Value]) -> Any:
-            given = list(args)
-            for n, x in zip(chosen, some, strict=True):
-                given[n] = x
-            every = inline(plain, *given)
-            return [every[n] for n in floats], every
-
-        _, pull, every = jax.vjp(of, [args[n] for n in chosen], has_aux=True)
-        leaves, tree = jax.tree.flatten(pull)
-        return [*every, *leaves]
-
-    full = trace_flat(forward, types, "layer")
-    leaves = full.outvars[len(outs) :]
-    moved = reached(full, full.invars[: len(moving)])
-    saved = list(dict.fromkeys(v for v in leaves if isinstance(v, Var) and v in moved))
-    made_again = list(dict.fromkeys(v for v in leaves if isinstance(v, Var) and v not in moved))
-    kept = tuple(v.aval for v in saved)
-    keeping = _with_results(full, [*full.outvars[: len(outs)], *saved])
-    again = _with_results(full, made_again, full.invars[len(moving) :])
-
-    def backward(*args: Value) -> list[Value]:
-        known = dict(zip(saved, args, strict=False))
-        others = args[len(saved) : len(saved) + len(rest)]
-        known |= dict(zip(made_again, inline(again, *others), strict=True))
-        values = [v.val if isinstance(v, Literal) else known[v] for v in leaves]
-        pull = jax.tree.unflatten(tree, values)
-        return list(pull(list(args[len(saved) + len(rest) :]))[0])
-
-    cotangents = [outs[n] for n in floats]
-    both = without_dead(trace_flat(backward, [*kept, *rest, *cotangents], "layer"))
+    made = derivative(plain, len(moving), chosen, range(len(moving), len(types)))
+    kept = made.kept
     inner = sum(map(is_floating, moving))
-    input_, weight, late = _halves(both, inner, len(kept) + len(rest))
+    input_, weight, late = _halves(made.backward, inner, len(kept) + len(rest))
     return Layer(
-        operands, tuple(moving), tuple(rest), outs, wanted, plain, keeping, kept, both, input_, weight, late
+        operands,
+        tuple(moving),
+        tuple(rest),
+        outs,
+        wanted,
+        plain,
+        made.forward,
+        kept,
+        made.backward,
+        input_,
+        weight,
+        late,
     )
 
 
 def _wide(x: Value, v: Var) -> Value:
     dtype = getattr(v.aval, "dtype", None)
     return x if getattr(x, "dtype", dtype) == dtype else x.astype(dtype)
-
-
-def _with_results(jaxpr: Jaxpr, outs: Sequence[Any], takes: Sequence[Var] | None = None) -> Jaxpr:
-    """A part of a program: other results, of all its inputs or of some."""
-    made = jaxpr.replace(
-        outvars=list(outs),
-        invars=list(jaxpr.invars if takes is None else takes),
-        debug_info=jaxpr.debug_info.with_unknown_names(),
-    )
-    return without_dead(made)
 
 
 def _halves(jaxpr: Jaxpr, inner: int, known: int) -> tuple[Jaxpr, Jaxpr, tuple[Any, ...]]:
@@ -200,7 +166,7 @@ def _halves(jaxpr: Jaxpr, inner: int, known: int) -> tuple[Jaxpr, Jaxpr, tuple[A
     first = _needed(flat, flat.outvars[:inner], maker, set())
     made = {v for i in first for v in flat.eqns[i].outvars} | set(flat.invars[known:])
     late = _reads(flat, flat.outvars[inner:], maker, made & hot)
-    input_ = _with_results(flat, [*flat.outvars[:inner], *late])
+    input_ = with_results(flat, [*flat.outvars[:inner], *late])
     takes = [*flat.invars[:known], *late]
     return input_, _rebased(flat, flat.outvars[inner:], takes), tuple(v.aval for v in late)
 

@@ -11,8 +11,9 @@ from typing import Any
 
 from xform.axes.rules import ELEMENTWISE
 from xform.batch.cut import COSTLY
+from xform.derivative import reached
 from xform.higher_order import bodies, equations
-from xform.pipeline.pieces import Stack, is_weight, made_of, reached
+from xform.pipeline.pieces import Stack, is_weight, made_of
 from xform.trace import Atom, Jaxpr, JaxprEqn, Literal, Var, shape_of, source_line
 
 LIGHT = ELEMENTWISE | {"broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose"} - {

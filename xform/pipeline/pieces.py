@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from xform.derivative import reached
 from xform.errors import Decline
 from xform.higher_order import scan_parts
 from xform.pipeline.arrays import is_floating
@@ -142,15 +143,6 @@ def is_weight(v: Any) -> bool:
 def size_of(aval: Any) -> int:
     """Bytes of a value of a type."""
     return math.prod(aval.shape) * int(getattr(aval.dtype, "itemsize", 1))
-
-
-def reached(jaxpr: Jaxpr, start: Iterable[Var]) -> set[Var]:
-    """The variables that depend on these, themselves among them."""
-    found = set(start)
-    for eqn in jaxpr.eqns:
-        if any(isinstance(v, Var) and v in found for v in eqn.invars):
-            found.update(eqn.outvars)
-    return found
 
 
 def made_of(jaxpr: Jaxpr, of: Iterable[Var], but: Iterable[Var]) -> set[Any]:

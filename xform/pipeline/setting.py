@@ -11,11 +11,12 @@ from jax.sharding import Mesh
 
 from xform.batch import Microbatches
 from xform.batch.microbatches import Leaves
+from xform.derivative import reached
 from xform.pipeline.arrays import is_floating
 from xform.pipeline.chunks import Chunks, Placing
 from xform.pipeline.cutting import cut
 from xform.pipeline.layer import Layer, layer_of
-from xform.pipeline.pieces import Pieces, reached
+from xform.pipeline.pieces import Pieces
 from xform.pipeline.ticks import Run, Works, forward_only, run_of
 from xform.schedules import Schedule
 from xform.trace import Jaxpr, Value, Var

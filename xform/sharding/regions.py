@@ -20,7 +20,7 @@ from xform.axes import Scope
 from xform.context import Context
 from xform.higher_order import equations, manual_axes
 from xform.ops import Operation, apply, operation_of
-from xform.ops.operation import on_parts, sums_of, terms_of, told_of
+from xform.ops.operation import on_parts, shared_of, sums_of, terms_of, told_of
 from xform.rewrite import Site, rewrite
 from xform.roles import Roles
 from xform.roles.logical import logical_names
@@ -160,6 +160,12 @@ def _axes(op: Any, site: Site, roles: Roles, scope: Scope, context: Context) -> 
     for c, size, _ in layouts:
         if lies and c in told_of(op) and size % math.prod(context.mesh.shape[a] for a in lies) == 0:
             found[c], taken = lies, set(lies)
+    if lies and (shared := shared_of(op)) is not None and shared[1] in found:
+        rows, _, outer, _ = shared
+        over = next((entry for c, _, entry in layouts if c == rows and entry), ())
+        before = _before(over, lies, outer, context)
+        found[rows] = (*before, *lies)
+        taken |= set(before)
     # What an operation is told of it is made to be cut along: it comes before the dimensions of other values.
     for letters in (told_of(op), op.cut + sums_of(op)):
         for c, size, entry in layouts:
@@ -170,3 +176,11 @@ def _axes(op: Any, site: Site, roles: Roles, scope: Scope, context: Context) -> 
                 found[c] = axes
                 taken |= set(axes)
     return found
+
+
+def _before(
+    axes: Sequence[str], lies: Sequence[str], outer: int, context: Context
+) -> tuple[str, ...]:
+    """Of the axes that rows lie over, those further out than the axes that they share with blocks."""
+    found = tuple(a for a in axes if a not in lies)
+    return found if math.prod(context.mesh.shape[a] for a in found) == outer else ()

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax.numpy as jnp
 
 from xform.flops import product_flops
-from xform.ops.operation import body, on_parts, operation_of, sums_of, told_of
+from xform.ops.operation import Operation, body, on_parts, operation_of, shared_of, sums_of, told_of
 from xform.trace import JaxprEqn, ShapedArray, shape_of
 
 Kind = Literal["map", "sum", "max", "min", "whole"]
@@ -492,15 +492,22 @@ def operation(eqn: JaxprEqn) -> Form:
     """
     op, d = operation_of(eqn), Draft(eqn)
     assert op is not None
-    factors: dict[str, int] = {}
-    for letter in dict.fromkeys("".join((*op.operands, *op.results))):
-        ins = {n: dims.index(letter) for n, dims in enumerate(op.operands) if letter in dims}
-        outs = {n: dims.index(letter) for n, dims in enumerate(op.results) if letter in dims}
-        kind: Kind = "map" if letter in op.cut else "sum" if letter in sums_of(op) else "whole"
-        factors[letter] = d.tie(ins, outs, kind)
+    sizes: dict[str, int] = {}
+    for dims, v in zip((*op.operands, *op.results), (*eqn.invars, *eqn.outvars), strict=True):
+        sizes.update(zip(dims, shape_of(v), strict=True))
+    kinds: dict[str, Kind] = {c: "map" if c in op.cut else "sum" if c in sums_of(op) else "whole" for c in sizes}
+    factors, between = _shared_factors(op, d, sizes, kinds)
+    factors |= {c: (d.factor(size, kinds[c]),) for c, size in sizes.items() if c not in factors}
+    for n, dims in enumerate(op.operands):
+        for dim, c in enumerate(dims):
+            d.operand(n, dim, *factors[c])
+    for n, dims in enumerate(op.results):
+        for dim, c in enumerate(dims):
+            d.result(n, dim, *factors[c])
 
     def told(params: dict[str, Any], axes: list[tuple[str, ...]]) -> dict[str, Any]:
-        return {**params, "op": on_parts(op, {letter: axes[f] for letter, f in factors.items()})}
+        over = {c: tuple(a for f in fs for a in axes[f]) for c, fs in factors.items()}
+        return {**params, "op": on_parts(op, over)}
 
     def local(
         params: dict[str, Any], ins: list[tuple[int, ...]], outs: list[tuple[int, ...]]
@@ -509,9 +516,25 @@ def operation(eqn: JaxprEqn) -> Form:
         parts = [ShapedArray(s, a.dtype) for s, a in zip(ins, avals, strict=True)]
         return {**params, "jaxpr": body(params["op"], parts)}
 
-    blocks = frozenset(factors[letter] for letter in told_of(op))
+    blocks = frozenset(f for c in told_of(op) for f in factors.get(c, ())) | between
     flops = product_flops(eqn.params["jaxpr"])
     return dataclasses.replace(d.form(local), told=told, blocks=blocks, flops=flops)
+
+
+def _shared_factors(
+    op: Operation, d: Draft, sizes: Mapping[str, int], kinds: Mapping[str, Kind]
+) -> tuple[dict[str, tuple[int, ...]], frozenset[int]]:
+    """The factors of two letters that have one in common, as far as they divide, and that one."""
+    shared = shared_of(op)
+    if shared is None:
+        return {}, frozenset()
+    rows, blocks, outer, ways = shared
+    if sizes[rows] % (outer * ways) or sizes[blocks] % ways:
+        return {}, frozenset()
+    between = d.factor(ways, "sum" if rows in sums_of(op) else "map")
+    inner = d.factor(sizes[rows] // (outer * ways), kinds[rows])
+    of_rows = d.factor(outer, kinds[rows]), between, inner
+    return {rows: of_rows, blocks: (between, d.factor(sizes[blocks] // ways, "whole"))}, frozenset((between,))
 
 
 FORMS: dict[str, Rule] = {

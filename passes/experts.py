@@ -1,0 +1,146 @@
+"""Sends tokens to the experts that they chose, which lie over devices, and what these give back.
+
+    order = argsort ids; rows = x[order // j]                   y = operation[experts] ids x w gates
+    z = ragged_dot (silu (ragged_dot rows up)) down       ->    and backward:
+    y = einsum gates z[argsort order]                           dx, dw, dgates = operation[experts_backward] ...
+
+The experts that a token goes to, and which have no place for it, stay the program's own: the ids are what the
+program has computed. Before autodiff all that lies between them and the tokens' results becomes one operation
+(`xform.experts.dispatch`), which may be cut along tokens and experts and sends what it needs itself. How it
+sends is what takes the fewest bytes, if the plan does not say.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+from xform.axes import Scope, find_axes
+from xform.context import Context
+from xform.errors import Decline, PlanError
+from xform.experts import Sorted, lifted
+from xform.experts.combining import Combine, Combined, combined
+from xform.experts.dispatch import Dispatch, DispatchBackward, DispatchForward, dispatched
+from xform.experts.function import Function
+from xform.higher_order import equations
+from xform.ops import Operation, operation_of
+from xform.plans.rules import MAXTEXT_RULES
+from xform.raising.flat import View, views
+from xform.raising.placing import Claim, placed
+from xform.report import amount
+from xform.sharding import regions
+from xform.trace import Jaxpr, Literal as Constant, Value, Var, shape_of, source_line
+
+WHAT = "tokens by expert"
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """Options:
+
+    axis: the mesh axis that experts lie over.
+    dispatch: how tokens come to the devices of their experts: "ring", all tokens to all of these devices and
+        sums of the results back; "none", experts come together on each device. By default, for each layer,
+        what sends the fewest bytes.
+
+    Raises PlanError where the mesh lacks the axis, and where a layer's experts do not divide over it though
+    the plan says how they are sent.
+    """
+
+    axis: str = "expert"
+    dispatch: Literal["ring", "none"] | None = None
+
+    stages: ClassVar[tuple[str, ...]] = ("model",)
+    after: ClassVar[tuple[str, ...]] = ("roll", "chunkedloss", "quantize", "kernels", "shard")
+
+    def rewrite(self, jaxpr: Jaxpr, context: Context) -> Jaxpr:
+        if self.axis not in context.mesh.shape:
+            has = ", ".join(context.mesh.shape) or "no axes"
+            raise PlanError(
+                f"experts.axis = {self.axis!r}: the mesh has {has}; name one of them, or give the mesh"
+                f" {self.axis} = 4, say"
+            )
+        jaxpr = lifted(jaxpr, "experts", context.report)
+        claims = []
+        for view in views(jaxpr):
+            scope = None
+            for number, eqn in enumerate(view.eqns):
+                op = operation_of(eqn)
+                if isinstance(op, Sorted):
+                    scope = scope or find_axes(view.jaxpr).root
+                    claims.append(self._claim(view, scope, number, op, context))
+        return placed(jaxpr, claims, context.report)
+
+    def _claim(self, view: View, scope: Scope, number: int, op: Sorted, context: Context) -> Claim:
+        eqn, function = view.eqns[number], Function.of(op.middle)
+        ids, *others = eqn.invars
+        (z,) = eqn.outvars
+        try:
+            found = combined(view, scope, z)
+        except Decline as why:
+            context.report.declined("experts", "what a token's choices give, added up", str(why), view.line(number))
+            found = Combined(Combine(), (), z)
+        how = self._how(function, found.combine, shape_of(ids), view.line(number), context)
+        sources = [others[function.sources[n]] for n in function.taken]
+        gates = [gate.source for gate in found.gates]
+        takes = list(dict.fromkeys(v for v in (ids, *sources, *gates) if isinstance(v, Var)))
+
+        def emit(values: Mapping[Var, Value]) -> Mapping[Var, Value]:
+            def read(v: Any) -> Value:
+                return v.val if isinstance(v, Constant) else values[v]
+
+            laid = [gate.laid(read(gate.source), *shape_of(ids)) for gate in found.gates]
+            y = dispatched(how, read(ids), *map(read, sources), *laid)
+            return {found.y: y.reshape(shape_of(found.y))}
+
+        return Claim(view, takes, [found.y], emit)
+
+    def _how(
+        self, function: Function, combine: Combine, shape: Sequence[int], line: str, context: Context
+    ) -> Dispatch:
+        ways, experts = context.mesh.shape[self.axis], function.experts
+        (tokens, choices), what = shape, f"{function.experts} experts, {shape[1]} for each of {shape[0]} tokens"
+        why = self._undivided(function, ways, tokens, context)
+        if why or ways == 1 or self.dispatch == "none":
+            if why and self.dispatch not in (None, "none"):
+                raise PlanError(f"experts.dispatch = {self.dispatch!r} ({line}): {what}: {why}")
+            context.report.did("experts", f"{what}: none sent", why or "experts whole on each device", line)
+            return Dispatch(function, combine)
+        outer = self._outer(context)
+        rows = tokens // (outer * ways)
+        context.report.did("experts", f"{what}: ring", f"over {self.axis}", line)
+        return Dispatch(function, combine, "ring", (self.axis,), ways, outer)
+
+    def _undivided(self, function: Function, ways: int, tokens: int, context: Context) -> str:
+        """Why experts cannot lie over so many devices; "" where they can."""
+        if function.experts % ways:
+            return f"{function.experts} experts do not divide over {ways} devices of {self.axis!r}"
+        if tokens % (self._outer(context) * ways):
+            return f"{tokens} tokens do not divide over the devices of their batch"
+        return function.refused(ways)
+
+    def _outer(self, context: Context) -> int:
+        """Over how many devices tokens lie by axes further out than that of experts, by MaxText's rules."""
+        axes = next(axes for name, axes in MAXTEXT_RULES if name == "activation_batch")
+        before = axes[: axes.index(self.axis)] if self.axis in axes else axes
+        sizes = context.mesh.shape
+        return math.prod(sizes[a] for a in before if a in sizes and a not in context.stage_axes)
+
+    def finish(self, jaxpr: Jaxpr, context: Context) -> Jaxpr:
+        """Operations outside of any manual region get one. By now all are told where their experts lie."""
+        jaxpr = regions.written(jaxpr, context, "experts", _is_dispatch)
+        for eqn in equations(jaxpr):
+            op: Any = operation_of(eqn)
+            if op is not None and _is_dispatch(op) and op.ways > 1 and not op.axes:
+                raise PlanError(
+                    f"experts ({source_line(eqn)}): these experts lie over no {self.axis!r}. Shard has to be in"
+                    " the plan, and to lay them so: by MaxText's rules it does, but for a dimension that is not"
+                    " told to be of experts (the plan's `axes` names it) or that a rule of the plan leaves whole"
+                )
+        return jaxpr
+
+
+def _is_dispatch(op: Operation) -> bool:
+    return isinstance(getattr(op, "op", op), DispatchForward | DispatchBackward)
