@@ -24,6 +24,7 @@ from xform.experts import Sorted, lifted
 from xform.experts.combining import Combine, Combined, combined
 from xform.experts.dispatch import Dispatch, DispatchBackward, DispatchForward, dispatched
 from xform.experts.function import Function
+from xform.experts.operation import CHOICE, GIVEN, TOKEN
 from xform.higher_order import equations
 from xform.ops import Operation, operation_of
 from xform.plans.rules import MAXTEXT_RULES
@@ -42,18 +43,29 @@ class Experts:
 
     axis: the mesh axis that experts lie over.
     dispatch: how tokens come to the devices of their experts: "ring", all tokens to all of these devices and
-        sums of the results back; "none", experts come together on each device. By default, for each layer,
-        what sends the fewest bytes.
+        sums of the results back; "all_to_all", each choice to the device of its expert and back, in slots;
+        "ragged_all_to_all", as many to each device as there are for it, which not all slices can; "none", experts come together on each device. By default, for each layer, what sends the fewest bytes
+        where experts have equally many tokens.
+    capacity: the slots that a device has for each of the devices, of "ragged_all_to_all" for all, of as many as
+        it takes where experts have equally many tokens. No token is dropped: when some device has more choices
+        for another than slots, the layer's tokens go by a ring.
+    chunks: tokens are sent in so many chunks, so that one is sent while another is multiplied.
 
     Raises PlanError where the mesh lacks the axis, and where a layer's experts do not divide over it though
     the plan says how they are sent.
     """
 
     axis: str = "expert"
-    dispatch: Literal["ring", "none"] | None = None
+    dispatch: Literal["ring", "all_to_all", "ragged_all_to_all", "none"] | None = None
+    capacity: float = 2.0
+    chunks: int = 1
 
     stages: ClassVar[tuple[str, ...]] = ("model",)
     after: ClassVar[tuple[str, ...]] = ("roll", "chunkedloss", "quantize", "kernels", "shard")
+
+    @property
+    def expert_axis(self) -> str:
+        return self.axis
 
     def rewrite(self, jaxpr: Jaxpr, context: Context) -> Jaxpr:
         if self.axis not in context.mesh.shape:
@@ -109,9 +121,40 @@ class Experts:
             context.report.did("experts", f"{what}: none sent", why or "experts whole on each device", line)
             return Dispatch(function, combine)
         outer = self._outer(context)
-        rows = tokens // (outer * ways)
-        context.report.did("experts", f"{what}: ring", f"over {self.axis}", line)
-        return Dispatch(function, combine, "ring", (self.axis,), ways, outer)
+        costs = self._costs(function, combine, tokens // (outer * ways), choices, ways)
+        chosen = self.dispatch or min(costs, key=lambda name: costs[name])
+        others = ", ".join(f"{name} {amount(cost)}" for name, cost in costs.items() if name != chosen)
+        own = f"{amount(costs[chosen])} a device and pass over {self.axis}; by {others}"
+        context.report.did("experts", f"{what}: {chosen}", own, line)
+        if chosen == "none":
+            return Dispatch(function, combine)
+        return Dispatch(function, combine, chosen, (self.axis,), ways, outer, self.capacity, self.chunks)
+
+    def _costs(
+        self, function: Function, combine: Combine, tokens: int, choices: int, ways: int
+    ) -> dict[str, float]:
+        """The bytes that a device sends in a forward pass, of `tokens` of its own."""
+        rows = {TOKEN: 0.0, CHOICE: 0.0}
+        weights = 0.0
+        for v, kind in zip(function.jaxpr.invars, function.takes, strict=True):
+            size = _bytes(v) / (shape_of(v)[0] or 1)
+            if kind in rows:
+                rows[kind] += size
+            elif kind == GIVEN:
+                weights += _bytes(v)
+        (out,) = function.jaxpr.outvars
+        made = _bytes(out) / function.size
+        token = rows[TOKEN] + choices * rows[CHOICE] + (made if combine.steps else choices * made)
+        choice = rows[TOKEN] + rows[CHOICE] + made
+        slots = ways * Dispatch(function, combine, ways=ways, capacity=self.capacity).room(tokens, choices)
+        found = {
+            "ring": (ways - 1) * tokens * token,
+            "all_to_all": (ways - 1) / ways * slots * choice,
+            "none": (ways - 1) / ways * weights,
+        }
+        if self.dispatch == "ragged_all_to_all":
+            found[self.dispatch] = (ways - 1) / ways * tokens * choices * choice
+        return found
 
     def _undivided(self, function: Function, ways: int, tokens: int, context: Context) -> str:
         """Why experts cannot lie over so many devices; "" where they can."""
@@ -140,6 +183,10 @@ class Experts:
                     " told to be of experts (the plan's `axes` names it) or that a rule of the plan leaves whole"
                 )
         return jaxpr
+
+
+def _bytes(v: Any) -> int:
+    return int(v.aval.dtype.itemsize) * math.prod(v.aval.shape)
 
 
 def _is_dispatch(op: Operation) -> bool:

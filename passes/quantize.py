@@ -38,6 +38,7 @@ from xform.quantization.convolutions import CONVOLUTION
 from xform.quantization.kept import with_kept_ranges
 from xform.quantization.naming import Names, marked
 from xform.quantization.products import Operand, is_float
+from xform.quantization.ragged import RAGGED
 from xform.quantization.recipes import RECIPES, Recipe, recipe_named
 from xform.quantization.replacing import MAKERS
 from xform.quantization.summing import as_floats
@@ -205,7 +206,8 @@ class Quantize:
             if (own := chosen.get(place)) is not None:
                 how = own.products(p.weight, self.seed)
                 called = names.of(p, _key(n, p, context.model), how)
-                how = marked(how, called, loops[p.path], bool(context.stage_axes))
+                sent = bool(context.expert_axes) and there.eqns[place].primitive.name == RAGGED
+                how = marked(how, called, loops[p.path], bool(context.stage_axes) or sent)
                 made[place] = functools.partial(self._quantized, there.eqns[place], p, own, how, context)
         return made
 

@@ -57,7 +57,8 @@ class Context:
     stored as codes, and how. kept: the last of the inputs and of the outputs, which are not the function's
     own. keeper: the argument that they are part of; returns: whether the function returns it. model: the
     number of the function that is differentiated, at the model stage. stage_axes: the mesh axes that layers
-    lie over as stages, so that no rows do; vocabulary_axes: those of them that the vocabulary lies over.
+    lie over as stages, so that no rows do; vocabulary_axes: those of them that the vocabulary lies over;
+    expert_axes: those that experts lie over, to which tokens are sent.
     steps: how often Accumulate has them all go through; sums: in which dtype it has gradients added up, None
     where it is not in the plan. cuts: of each pass that cuts the batch into microbatches, into how many it
     does one of so many rows.
@@ -86,6 +87,7 @@ class Context:
     phase: Phase = "start"
     model: int = 0
     stage_axes: tuple[str, ...] = ()
+    expert_axes: tuple[str, ...] = ()
     vocabulary_axes: tuple[str, ...] = ()
     steps: int = 1
     sums: str | None = None

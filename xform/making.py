@@ -109,6 +109,7 @@ class Making:
                 codes=coded,
                 model=next(models),
                 stage_axes=staged,
+                expert_axes=experts,
                 cuts=cuts,
                 **context,
             )
@@ -128,6 +129,7 @@ class Making:
 
         model_passes = _of_stage(passes, "model")
         staged = tuple(axis for p in passes if (axis := getattr(p, "stage_axis", "")))
+        experts = tuple(axis for p in passes if (axis := getattr(p, "expert_axis", "")))
         cuts = tuple(p.cuts for p in passes if hasattr(p, "cuts"))
         name = getattr(self.fn, "__name__", "fn")
         start = time.perf_counter()

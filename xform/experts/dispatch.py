@@ -9,14 +9,18 @@ and sends what it needs itself, so that it stays one equation until its layout i
 keeps nothing but what the operation took: rows are sorted, sent and multiplied with the first weights again.
 
 strategy: how tokens come to the devices of their experts. "ring": all tokens to all of these devices, and
-sums of what each gives back (MaxText's ring of experts). "none": experts lie whole on each device.
+sums of what each gives back (MaxText's ring of experts). "all_to_all": each choice to the device of its
+expert, in slots of which there are so many for each device; where a device has more choices for another than
+slots, all devices take the ring instead, so that nothing is lost. "ragged_all_to_all": as many choices to each device
+as there are for it, into a buffer of so many; where one has more, again the ring. "none": experts lie whole on each device.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,17 +30,24 @@ from jax import lax
 from xform.experts.combining import Combine
 from xform.experts.function import EXPERT, LOOKED, Function
 from xform.experts.operation import CHOICE, COUNTS, IDS, TOKEN
+from xform.experts.ragged import RaggedRoute, ragged_route
+from xform.experts.routes import Route, ordered, route
 from xform.ops import apply
 from xform.trace import Value
 
 Axes = tuple[str, ...]
+
+Way = Callable[[Value, Sequence[Value]], Value]
+"""y of ids and what is taken."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Dispatch:
     """function: what is done with rows. combine: what is made of their results. lies: the mesh axes of the plan
     over which experts are to lie, `ways` devices; outer: the parts in which tokens lie over axes further out
-    than these. axes: those over which experts do lie.
+    than these. capacity: of "all_to_all", the slots for each device of experts, of so many as its experts had
+    choices if all had the same. chunks: in which tokens are sent, one after the other. axes: those over which
+    experts do lie.
     """
 
     function: Function
@@ -45,6 +56,8 @@ class Dispatch:
     lies: Axes = ()
     ways: int = 1
     outer: int = 1
+    capacity: float = 1.0
+    chunks: int = 1
     axes: Axes = ()
 
     told = EXPERT
@@ -60,87 +73,145 @@ class Dispatch:
         return (*(self.function.letters[n] for n in self.function.taken), *("mj",) * self.combine.gates)
 
     @property
+    def given(self) -> str:
+        """The letters of what it gives: of each choice, where choices are not put together."""
+        return ("m" if self.combine.steps else "mj") + self.function.out
+
+    @property
     def sums(self) -> str:
         return self.function.features
 
     # ------------------------------------------------------------ on the devices of experts
 
-    def together(self, arrays: Sequence[Value]) -> list[Value]:
-        """Arrays of tokens: those of all devices that experts lie over."""
-        if not self.axes:
-            return list(arrays)
-        return [lax.all_gather(x, self.axes, axis=0, tiled=True) for x in arrays]
+    def _natural(self, args: Sequence[Value]) -> Sequence[Value]:
+        """What it takes; negative numbers of experts are the first's, for whom products take them."""
+        return args if not self.axes else (jnp.maximum(args[0], 0), *args[1:])
 
-    def apart(self, x: Value) -> Value:
-        """This device's tokens of what the devices of experts give, terms of a sum."""
-        if not self.axes:
-            return x
-        return lax.psum_scatter(x, self.axes, scatter_dimension=0, tiled=True)
+    def either(self, ids: Value, made: Callable[[Way], Any]) -> Any:
+        """What is made of the way by which tokens go; where choices may have no slot, that is known only when
+        they are counted, and then they all go by the ring.
+        """
+        if not self.axes or self.strategy == "ring":
+            return made(self._in_chunks(self._by_ring))
+        tokens, choices = ids.shape[0] // self.chunks, ids.shape[1]
+        by_slots = functools.partial(made, self._in_chunks(self._by_slots))
+        room = self.room(tokens, choices)
+        if room >= self.most(tokens, choices):
+            return by_slots()
+        parts = ids.reshape(self.chunks, -1)
+        full = [self._route(part.reshape(-1), room).overflow for part in parts]
+        by_ring = functools.partial(made, self._in_chunks(self._by_ring))
+        return lax.cond(jnp.any(jnp.stack(full)), by_ring, by_slots)
 
-    def local(self, ids: Value, args: Sequence[Value]) -> Value:
-        """What this device's experts make of tokens, [m, ...]; of those of others zero."""
-        return self.combine.run(*self._sent(ids, args))
+    def _in_chunks(self, way: Way) -> Way:
+        """Some tokens after the other, so that those of one chunk are sent while others are multiplied."""
+        if self.chunks == 1:
+            return way
+        is_rows = [dims[:1] == "m" for dims in self.takes]
 
-    def _sent(self, ids: Value, args: Sequence[Value]) -> tuple[Value, Sequence[Value]]:
-        function, count = self.function, len(self.function.taken)
-        (tokens, choices), flat = ids.shape, ids.reshape(-1)
-        experts, own = function.experts, None
+        def run(ids: Value, args: Sequence[Value]) -> Value:
+            def cut(x: Value) -> Value:
+                return x.reshape(self.chunks, -1, *x.shape[1:])
+
+            rows = [cut(x) if own else x for own, x in zip(is_rows, args, strict=True)]
+            made = [
+                way(part, [x[c] if own else x for own, x in zip(is_rows, rows, strict=True)])
+                for c, part in enumerate(cut(ids))
+            ]
+            return jnp.concatenate(made)
+
+        return run
+
+    def _by_ring(self, ids: Value, args: Sequence[Value]) -> Value:
+        """All tokens of the devices of experts on each, and sums of what they give."""
         if self.axes:
-            experts = experts // self.ways
+            ids, *args = (
+                lax.all_gather(x, self.axes, axis=0, tiled=True) if dims[:1] == "m" else x
+                for dims, x in zip(("mj", *self.takes), (ids, *args), strict=True)
+            )
+        function, count = self.function, len(self.function.taken)
+        tokens, choices = ids.shape
+        flat, own = ids.reshape(-1), None
+        if self.axes:
             number = lax.axis_index(self.axes)
-            mine = (flat >= number * experts) & (flat < (number + 1) * experts)
-            none = (number == 0) & ((flat < 0) | (flat >= function.experts))  # of no expert: the first has them
-            own, flat = mine | none, jnp.where(mine, flat - number * experts, experts)
-        order = jnp.argsort(flat)
+            none = (number == 0) & (flat >= function.experts)  # those of no expert are the first device's
+            own = (flat // self.experts == number) | none
+        z = self._through(flat, own, args[:count], choices)
+        y = self.combine.run(z.reshape(tokens, choices, *z.shape[1:]), args[count:])
+        return lax.psum_scatter(y, self.axes, scatter_dimension=0, tiled=True) if self.axes else y
+
+    def _by_slots(self, ids: Value, args: Sequence[Value]) -> Value:
+        """Each choice to the device of its expert, and back."""
+        function, count = self.function, len(self.function.taken)
+        (tokens, choices), experts = ids.shape, function.experts // self.ways
+        way = self._route(ids.reshape(-1), self.room(tokens, choices))
+        sent = []
+        for n, x in zip(function.taken, args[:count], strict=True):
+            if function.takes[n] == TOKEN:
+                x = way.there(x, choices)
+            elif function.takes[n] == CHOICE:
+                x = way.there(x.reshape(-1, *x.shape[2:]))
+            sent.append(x)
+        z = way.back(self._through(way.numbers, way.numbers >= 0, sent, 1))
+        return self.combine.run(z.reshape(tokens, choices, *z.shape[1:]), args[count:])
+
+    def _route(self, ids: Value, room: int) -> Route | RaggedRoute:
+        made = ragged_route if self.strategy == "ragged_all_to_all" else route
+        return made(ids, self.axes, self.ways, self.experts, room)
+
+    @property
+    def experts(self) -> int:
+        """How many a device has."""
+        return self.function.experts // (self.ways if self.axes else 1)
+
+    def room(self, tokens: int, choices: int) -> int:
+        """The slots that a device has for each device, of choices of so many tokens; of a ragged all-to-all for
+        those of all devices.
+        """
+        even = self.capacity * tokens * choices
+        slots = math.ceil(even if self.strategy == "ragged_all_to_all" else even / self.ways)
+        return min(slots, self.most(tokens, choices))
+
+    def most(self, tokens: int, choices: int) -> int:
+        """The most slots that choices of so many tokens can take."""
+        return tokens * choices * (self.ways if self.strategy == "ragged_all_to_all" else 1)
+
+    def _through(self, ids: Value, own: Value | None, given: Sequence[Value], choices: int) -> Value:
+        """The function's results for choices of tokens; own: those that are for this device, the others' are
+        zero.
+        """
+        function, local = self.function, ids
+        if own is not None:
+            here = ids - lax.axis_index(self.axes) * self.experts
+            local = jnp.where(own & (ids < function.experts), here, self.experts)
+        order = jnp.argsort(local)
         back = jnp.argsort(order)
-        numbers, counts = flat[order], jnp.bincount(flat, length=experts)
-        here = numbers if own is None else jnp.where(own[order], numbers, 0)
-        given = dict(zip(function.taken, args[:count], strict=True))
+        counts, looked = jnp.bincount(local, length=self.experts), local[order]
+        if own is not None:
+            looked = jnp.where(own[order], looked, 0)  # what is looked up for the others is a number
+        known = dict(zip(function.taken, given, strict=True))
         takes: list[Any] = []
         for n, (v, kind) in enumerate(zip(function.jaxpr.invars, function.takes, strict=True)):
-            x, aval = given.get(n), _aval(v)
+            x, aval = known.get(n), _aval(v)
             if kind == IDS:
-                x = here.astype(aval.dtype)
+                x = ids[order].astype(aval.dtype)
             elif kind == COUNTS:
                 x = counts.astype(aval.dtype)
             elif kind == TOKEN:
-                x = _rows_of(x, order, back, choices)
+                x = ordered(x, order, back, choices)
             elif kind == CHOICE:
-                x = _rows_of(x.reshape(-1, *x.shape[2:]), order, back, 1)
+                x = ordered(x.reshape(ids.shape[0], *aval.shape[1:]), order, back, 1)
             elif kind == LOOKED:
-                x = x.at[here].get(**function.lookups[n])
+                x = x.at[looked].get(**function.lookups[n])
             takes.append(x)
-        made = _rows_of(function.run(takes), back, order, 1)
-        if own is not None:
-            made = jnp.where(own.reshape(-1, *(1,) * (made.ndim - 1)), made, jnp.zeros((), made.dtype))
-        return made.reshape(tokens, choices, *made.shape[1:]), args[count:]
+        made = ordered(function.run(takes), back, order, 1)
+        if own is None:
+            return made
+        return jnp.where(own.reshape(-1, *(1,) * (made.ndim - 1)), made, jnp.zeros((), made.dtype))
 
 
 def _aval(v: Any) -> Any:
     return v.aval
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _rows_of(x: Value, order: Value, back: Value, choices: int) -> Value:
-    """Rows of choices, in an order, of which `choices` are one of x. back: the inverse of the order."""
-    made: Value = x.at[order // choices].get(mode="promise_in_bounds", unique_indices=choices == 1)
-    return made
-
-
-def _rows_forward(x: Value, order: Value, back: Value, choices: int) -> tuple[Value, Any]:
-    return _rows_of(x, order, back, choices), (order, back)
-
-
-def _rows_backward(choices: int, saved: Any, dy: Value) -> tuple[Any, None, None]:
-    """Each row has one place: so that its gradient is looked up too, where JAX's would be added up there."""
-    order, back = saved
-    found = dy.at[back].get(mode="promise_in_bounds", unique_indices=True)
-    if choices > 1:
-        found = found.reshape(-1, choices, *dy.shape[1:]).sum(1)
-    return found, None, None
-
-
-_rows_of.defvjp(_rows_forward, _rows_backward)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,17 +227,14 @@ class DispatchForward(Dispatch):
 
     @property
     def results(self) -> tuple[str, ...]:
-        return ("m" + self.function.out,)
+        return (self.given,)
 
     def over(self, axes: Mapping[str, Axes]) -> DispatchForward:
         return dataclasses.replace(self, axes=axes["x"])
 
     def plain(self, *args: Value) -> Sequence[Value]:
-        rows = [n for n, dims in enumerate(self.operands) if dims[:1] == "m"]
-        all_ = list(args)
-        for n, x in zip(rows, self.together([args[n] for n in rows]), strict=True):
-            all_[n] = x
-        return (self.apart(self.local(all_[0], all_[1:])),)
+        ids, *taken = self._natural(args)
+        return (self.either(ids, lambda way: way(ids, taken)),)
 
     def kernel(self, *args: Value) -> Sequence[Value]:
         return self.plain(*args)
@@ -185,7 +253,7 @@ class DispatchBackward(Dispatch):
 
     @property
     def operands(self) -> tuple[str, ...]:
-        return ("mj", *self.takes, "m" + self.function.out)
+        return ("mj", *self.takes, self.given)
 
     @property
     def results(self) -> tuple[str, ...]:
@@ -201,22 +269,19 @@ class DispatchBackward(Dispatch):
         return dataclasses.replace(self, axes=axes["x"])
 
     def plain(self, *args: Value) -> Sequence[Value]:
-        rows = [n for n, dims in enumerate(self.operands) if dims[:1] == "m"]
-        all_ = list(args)
-        for n, x in zip(rows, self.together([args[n] for n in rows]), strict=True):
-            all_[n] = x
-        ids, *taken, dy = all_
+        ids, *taken, dy = self._natural(args)
 
-        def of(*some: Value) -> Value:
-            given = list(taken)
-            for n, x in zip(self.wanted, some, strict=True):
-                given[n] = x
-            return self.local(ids, given)
+        def gradients(way: Way) -> tuple[Value, ...]:
+            def of(*some: Value) -> Value:
+                given = list(taken)
+                for n, x in zip(self.wanted, some, strict=True):
+                    given[n] = x
+                return way(ids, given)
 
-        found = jax.vjp(of, *(taken[n] for n in self.wanted))[1](dy)
-        return [
-            self.apart(x) if dims[:1] == "m" else x for dims, x in zip(self.results, found, strict=True)
-        ]
+            return tuple(jax.vjp(of, *(taken[n] for n in self.wanted))[1](dy))
+
+        found: Sequence[Value] = self.either(ids, gradients)
+        return found
 
     def kernel(self, *args: Value) -> Sequence[Value]:
         return self.plain(*args)

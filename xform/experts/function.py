@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.lax import GatherScatterMode
 
 from xform.axes import Factor, find_axes
 from xform.batch.states import GROUPS, SAME, SUM, Mixes, State, rows
@@ -38,7 +39,8 @@ Run = Callable[..., Sequence[Value]]
 @dataclasses.dataclass(frozen=True, eq=False)
 class Function:
     """jaxpr: of a middle, but that what is looked up by the number of a row's expert it takes, the arrays by
-    `lookups`: how, by the number of the input. takes: what each input is. size, experts: for how many rows
+    `lookups`: how, by the number of the input. sources: of what a `Sorted` of the middle takes after the ids,
+    which is each input's. natural: of the middle. takes: what each input is. size, experts: for how many rows
     and experts it was written.
     """
 
@@ -48,11 +50,11 @@ class Function:
     experts: int
     lookups: Mapping[int, Mapping[str, Any]]
     sources: tuple[int, ...]
+    natural: bool
     _made: dict[Any, Run] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, middle: Middle) -> Function:
-        """sources: of what a `Sorted` of the middle takes after the ids, which is each input's."""
         numbers = [n for n, t in enumerate(middle.takes) if t not in (IDS, COUNTS)]
         place = {n: k for k, n in enumerate(numbers)}
         jaxpr, found = middle.jaxpr, _lookups(middle)
@@ -77,6 +79,7 @@ class Function:
             middle.experts,
             modes,
             tuple(origin[n] for n in kept),
+            middle.natural,
         )
 
     # ------------------------------------------------------------ dimensions
@@ -168,8 +171,10 @@ class Function:
 
     def refused(self, ways: int) -> str:
         """Why it cannot be had for the experts of one of so many devices; "" where it can."""
+        if not self.natural and {IDS, LOOKED} & set(self.takes):
+            return "the number of an expert may be negative, and what is looked up by it another's"
         shapes = []
-        for n, (v, kind) in enumerate(zip(self.jaxpr.invars, self.takes, strict=True)):
+        for n, v in enumerate(self.jaxpr.invars):
             shape = list(shape_of(v))
             if n in self.of_experts:
                 shape[self.of_experts[n]] //= ways
@@ -252,7 +257,7 @@ def _lookups(middle: Middle) -> dict[int, int]:
         source = inputs.get(eqn.invars[0]) if eqn.primitive.name == "gather" else None  # type: ignore[arg-type]
         if source is None or middle.takes[source] != GIVEN or not ids or not _of_whole_rows(eqn, middle):
             continue
-        if _is_by(jaxpr, eqn.invars[1], ids[0], middle.experts):
+        if _is_by(jaxpr, eqn.invars[1], ids[0], middle) and (middle.bounded or _fills(eqn)):
             found[number] = source
     return found
 
@@ -269,16 +274,26 @@ def _of_whole_rows(eqn: Any, middle: Middle) -> bool:
     )
 
 
-def _is_by(jaxpr: Jaxpr, indices: Any, ids: Var, experts: int) -> bool:
+def _fills(eqn: Any) -> bool:
+    """Whether the number of an expert that there is not has a value of its own."""
+    return bool(eqn.params["mode"] == GatherScatterMode.FILL_OR_DROP)
+
+
+def _is_by(jaxpr: Jaxpr, indices: Any, ids: Var, middle: Middle) -> bool:
     """Whether indices are the numbers of rows' experts, by what they come out as."""
     if isinstance(indices, Literal):
         return False
     part = without_dead(jaxpr.replace(outvars=[indices], debug_info=jaxpr.debug_info.with_unknown_names()))
-    used = {v for eqn in part.eqns for v in eqn.invars} | set(part.outvars)
+    used = {v for eqn in part.eqns for v in eqn.invars if isinstance(v, Var)} | {indices}
     if any(v in used for v in part.invars if v is not ids):
         return False
-    drawn = np.random.default_rng(0).integers(0, experts, shape_of(ids)).astype(ids.aval.dtype)  # type: ignore[attr-defined]
-    given = [drawn if v is ids else np.zeros(shape_of(v), v.aval.dtype) for v in part.invars]  # type: ignore[attr-defined]
+    end = middle.experts + (0 if middle.bounded else 3)
+    dtypes: list[Any] = [v.aval for v in part.invars]
+    drawn = np.random.default_rng(0).integers(0, end, shape_of(ids))
+    given = [
+        (drawn if v is ids else np.zeros(aval.shape)).astype(aval.dtype)
+        for v, aval in zip(part.invars, dtypes, strict=True)
+    ]
     with jax.ensure_compile_time_eval(), jax.default_device(jax.devices("cpu")[0]):
         (made,) = eval_jaxpr(part, *given)
     return bool(np.array_equal(np.asarray(made).reshape(-1), drawn))

@@ -98,7 +98,7 @@ class Numbers:
         wanted = [v for v in self.made if is_whole(v) and shape_of(v) and v is not self.base]
         part = self._program(wanted)
         for experts in dict.fromkeys(shape_of(v)[0] for v in counts):
-            drawings = range(2 if self._is_bounded(experts) else 3)
+            drawings = range(2 if self.is_bounded(experts) else 3)
             given = [self._draw(seed, experts) for seed in drawings]
             results = zip(*self._run(part, given), strict=True)
             values = dict(zip((self.base, *wanted), [given, *map(list, results)], strict=True))
@@ -108,7 +108,7 @@ class Numbers:
                 return dataclasses.replace(found, counts=right)
         raise Decline(COUNTED)
 
-    def _is_bounded(self, experts: int) -> bool:
+    def is_bounded(self, experts: int) -> bool:
         """Whether the numbers are of the largest of so many as there are experts: there are no others."""
         maker = self.view.maker(self.base)
         if maker is None or maker.primitive.name not in ("top_k", "approx_top_k", "argmax", "argmin"):
@@ -121,11 +121,20 @@ class Numbers:
         """Numbers of experts, not evenly drawn; in the second drawing one has no token, in the third some
         tokens have a number that is none.
         """
-        rng = np.random.default_rng(seed)
+        rng, dtype = np.random.default_rng(seed), self.base.aval.dtype
         end = (experts, max(experts - 1, 1), experts + 2)[seed]
         low, high = (rng.integers(0, end, shape_of(self.base)) for _ in range(2))
-        signed = seed == 2 and self.base.aval.dtype.kind == "i"
-        return (np.minimum(low, high) - signed).astype(self.base.aval.dtype)
+        drawn = np.minimum(low, high)
+        if seed == 2:
+            others = [experts, experts + 1, *([-1] if dtype.kind == "i" else [])]
+            at = rng.permutation(drawn.size)[: drawn.size // 2]
+            drawn.reshape(-1)[at] = np.resize(others, at.size)
+        return drawn.astype(dtype)
+
+    @property
+    def is_natural(self) -> bool:
+        """Whether none of them is negative, as far as it is seen."""
+        return _is_natural(self.view, self.base)
 
     def _program(self, wanted: Sequence[Var]) -> Jaxpr:
         """The program of these, of the base and what is the program's own."""
@@ -141,6 +150,30 @@ class Numbers:
                 [np.asarray(x) for x in run(*(others.get(v, drawn) for v in part.invars))]
                 for drawn in drawings
             ]
+
+
+def _is_natural(view: View, v: Atom, depth: int = 8) -> bool:
+    """Whether a value is a number of something, or made of such, or of constants that are not negative."""
+    if isinstance(v, Literal):
+        return bool(np.all(np.asarray(v.val) >= 0))
+    maker = view.maker(v)
+    if maker is None or not depth:
+        return v in view.constants and bool(np.all(np.asarray(view.constants[v]) >= 0))
+    name, some = maker.primitive.name, maker.invars
+    if name in ("top_k", "approx_top_k", "argmax", "argmin", "iota"):
+        return name not in ("top_k", "approx_top_k") or maker.outvars[1] is v
+    if name == "max":
+        return any(_is_natural(view, x, depth - 1) for x in some)
+    if name == "select_n":
+        some = some[1:]
+    elif name not in _KEEP_NATURAL:
+        return False
+    return all(_is_natural(view, x, depth - 1) for x in some)
+
+
+_KEEP_NATURAL = frozenset(
+    "add broadcast_in_dim clamp concatenate convert_element_type copy min mul reshape slice squeeze transpose".split()
+)
 
 
 def _own(view: View, v: Var) -> Any:

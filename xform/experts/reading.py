@@ -304,7 +304,10 @@ class _Dispatch:
         kinds, part = tuple(operands.values()), taken_out(view.jaxpr, eqns)
         info = part.debug_info.with_unknown_names()
         program = part.replace(invars=list(operands), outvars=list(inside.outs), debug_info=info)
-        middle = Middle(program, kinds, self.size, self.drawn.experts)
+        experts = self.drawn.experts
+        bounded = self.numbers.is_bounded(experts)
+        natural = bounded or self.numbers.is_natural
+        middle = Middle(program, kinds, self.size, experts, bounded, natural)
         middle.check()
         sources = [(self.rows_of(v) or v, k) for v, k in operands.items() if k not in (IDS, COUNTS)]
         there = {way: view.eqns[way.number].invars[0] for way in inside.ways if way.added}

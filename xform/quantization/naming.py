@@ -18,7 +18,7 @@ def marked(
 ) -> Products:
     """How a product is quantized, the ranges that are kept under their marks. names: of each side, the
     product and its side that a range is named after. microbatches: those that are not kept are of each
-    microbatch's own.
+    microbatch's own, or of each device's tokens.
     """
 
     def one(side: str) -> Side:

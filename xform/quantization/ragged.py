@@ -32,6 +32,8 @@ from xform.quantization.training import (
 )
 from xform.trace import Value
 
+RAGGED = "ragged_dot_general"
+
 Numbers = jax.lax.RaggedDotDimensionNumbers
 
 

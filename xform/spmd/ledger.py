@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from xform.higher_order import bodies
 from xform.movement import nbytes
-from xform.trace import Jaxpr, JaxprEqn, name_stack, shape_of, source_line
+from xform.ops import operation_of
+from xform.trace import Atom, Jaxpr, JaxprEqn, name_stack, shape_of, source_line
 
 KINDS = {
     "all_gather": "all-gather",
@@ -56,9 +58,13 @@ def ledger(jaxpr: Jaxpr, sizes: Mapping[str, int]) -> list[Sent]:
 def _sent(jaxpr: Jaxpr, sizes: Mapping[str, int], times: int, scope: str) -> Iterator[Sent]:
     for eqn in jaxpr.eqns:
         where = "/".join(filter(None, (scope, name_stack(eqn))))
-        kind = KINDS.get(eqn.primitive.name)
+        kind, (own, over) = KINDS.get(eqn.primitive.name), getattr(operation_of(eqn), "sent", ("", ()))
+        if own:  # an operation that says itself what it is for whoever counts
+            yield from _of(eqn, own, over, sizes, times, where, eqn.invars[:1])
+            continue
         if kind is not None:
-            yield from _of(eqn, kind, sizes, times, where)
+            axes = eqn.params.get("axes", eqn.params.get("axis_name"))
+            yield from _of(eqn, kind, axes, sizes, times, where, eqn.invars)
         inside = times * eqn.params["length"] if eqn.primitive.name == "scan" else times
         if eqn.primitive.name == "cond":  # one branch runs: the costliest
             branches = [list(_sent(body, sizes, inside, where)) for body in bodies(eqn)]
@@ -68,11 +74,18 @@ def _sent(jaxpr: Jaxpr, sizes: Mapping[str, int], times: int, scope: str) -> Ite
             yield from _sent(body, sizes, inside, where)
 
 
-def _of(eqn: JaxprEqn, kind: str, sizes: Mapping[str, int], times: int, where: str) -> Iterator[Sent]:
-    axes = eqn.params.get("axes", eqn.params.get("axis_name"))
+def _of(
+    eqn: JaxprEqn,
+    kind: str,
+    axes: Any,
+    sizes: Mapping[str, int],
+    times: int,
+    where: str,
+    operands: Sequence[Atom],
+) -> Iterator[Sent]:
     names = tuple(a for a in (axes if isinstance(axes, (tuple, list)) else (axes,)) if isinstance(a, str))
     n = math.prod(sizes[a] for a in names)
-    for var in eqn.invars:
+    for var in operands:
         size = float(nbytes(var))
         if kind == "all-gather":
             size *= n - 1

@@ -1,0 +1,197 @@
+"""Experts: tokens that are sent to devices of experts come back as on one device, by what is planned."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from xform import Accumulate, Experts, Kernels, Pipeline, Plan, PlanError, Quantize, Remat, Shard, parallelize
+from xform.experts.dispatch import DispatchBackward, DispatchForward
+from xform.higher_order import equations
+from xform.models import deepseek, mixtral
+from xform.ops import operation_of
+from xform.report import amount
+from xform.spmd.ledger import ledger
+
+RNG = np.random.default_rng(0)
+B, T, D, F, K = 8, 4, 6, 10, 2
+MESH = {"fsdp": 2, "expert": 4}
+X = RNG.normal(size=(B, T, D))
+
+
+def weights(experts: int = 8, layers: int = 1) -> Any:
+    shapes = {"router": (D, experts), "up": (experts, D, F), "gate": (experts, D, F), "down": (experts, F, D)}
+    return {name: RNG.normal(size=shape) * 0.7 for name, shape in shapes.items()} | {
+        "bias": RNG.normal(size=(experts, F))
+    }
+
+
+def sorted_by(w: Any, x: Any, numbers: Any, made: Any) -> Any:
+    """`made` of rows in the order of experts; where they come back to, and whose they are."""
+    experts, flat = w["router"].shape[1], numbers.reshape(-1)
+    order = jnp.argsort(flat)
+    counts = jnp.bincount(flat, length=experts).astype(jnp.int32)
+    rows = x.reshape(-1, D)[order // numbers.shape[-1]]
+    return made(rows, counts, flat[order]), order
+
+
+def swiglu(w: Any, rows: Any, counts: Any, numbers: Any, **mode: Any) -> Any:
+    bias = w["bias"].at[numbers].get(**mode)
+    hidden = jax.nn.silu(jax.lax.ragged_dot(rows, w["gate"], counts) + bias)
+    return jax.lax.ragged_dot(hidden * jax.lax.ragged_dot(rows, w["up"], counts), w["down"], counts)
+
+
+def chosen(w: Any, x: Any) -> Any:
+    return jax.lax.top_k(jax.nn.softmax(x @ w["router"]), K)
+
+
+def by_product(w: Any, x: Any) -> Any:
+    gates, numbers = chosen(w, x)
+    out, order = sorted_by(w, x, numbers, lambda *rows: swiglu(w, *rows))
+    return x + jnp.einsum("btk,btke->bte", gates, out[jnp.argsort(order)].reshape(B, -1, K, D))
+
+
+def by_sum(w: Any, x: Any) -> Any:
+    gates, numbers = chosen(w, x)
+    out, order = sorted_by(w, x, numbers, lambda *rows: swiglu(w, *rows))
+    out = out[jnp.argsort(order)].reshape(B, -1, K, D)
+    return x + (out * gates[..., None]).sum(2)
+
+
+def weighed_inside(w: Any, x: Any) -> Any:
+    """Rows are weighed in the order of experts, and added up where tokens are."""
+    gates, numbers = chosen(w, x)
+    out, order = sorted_by(w, x, numbers, lambda *rows: swiglu(w, *rows))
+    out = out * gates.reshape(-1)[order][:, None]
+    return jnp.zeros((B * x.shape[1], D)).at[order // K].add(out).reshape(x.shape) + x
+
+
+def not_added_up(w: Any, x: Any) -> Any:
+    """What is made of a token's choices is more than a sum."""
+    gates, numbers = chosen(w, x)
+    out, order = sorted_by(w, x, numbers, lambda *rows: swiglu(w, *rows))
+    out = out[jnp.argsort(order)].reshape(B, -1, K, D)
+    return x + jnp.max(out * gates[..., None], axis=2)
+
+
+def some_dropped(w: Any, x: Any) -> Any:
+    """Choices of the last expert go to none."""
+    gates, numbers = chosen(w, x)
+    experts = w["router"].shape[1]
+    numbers = jnp.where(numbers == experts - 1, experts, numbers)
+    fill: Any = {"mode": "fill", "fill_value": 0.5}
+    out, order = sorted_by(w, x, numbers, lambda *rows: swiglu(w, *rows, **fill) + 0.25)
+    return x + jnp.einsum("btk,btke->bte", gates, out[jnp.argsort(order)].reshape(B, -1, K, D))
+
+
+def another_ones_bias(w: Any, x: Any) -> Any:
+    """As `some_dropped`, but that these have the bias of an expert."""
+    gates, numbers = chosen(w, x)
+    experts = w["router"].shape[1]
+    numbers = jnp.where(numbers == experts - 1, experts, numbers)
+    made = lambda rows, counts, ids: swiglu(w, rows, counts, jnp.minimum(ids, experts - 1))  # noqa: E731
+    out, order = sorted_by(w, x, numbers, made)
+    return x + jnp.einsum("btk,btke->bte", gates, out[jnp.argsort(order)].reshape(B, -1, K, D))
+
+
+WRITTEN = {f.__name__: f for f in (by_product, by_sum, weighed_inside, not_added_up, some_dropped)}
+
+
+def stepped(layer: Any) -> Any:
+    def loss(w: Any, x: Any) -> Any:
+        return jnp.mean(jnp.sin(layer(w, x)) ** 2)
+
+    return jax.value_and_grad(loss, argnums=(0, 1))
+
+
+def planned(mesh: Mapping[str, int] = MESH, collectives: Any = "explicit", more: Any = (), **options: Any) -> Plan:
+    return Plan(mesh, [Experts(**options), Shard(strict=False, collectives=collectives), *more])
+
+
+def held(layer: Any, w: Any, plan: Plan, x: Any = X, within: float = 1e-12) -> Any:
+    """The program of the plan, once its values and gradients are those of one device."""
+    step = stepped(layer)
+    with jax.enable_x64(True):
+        want, devices = jax.jit(step)(w, x), jax.devices()[: math.prod(plan.mesh.values())]
+        ours = parallelize(step, plan, devices=devices)
+        got, program = ours(w, x), ours.trace(w, x)
+    for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
+        assert np.abs(a - b).max() <= within * np.abs(a).max()
+    return program
+
+
+def said(program: Any, kind: str = "did") -> str:
+    return "\n".join(f"{note.what}: {note.why}" for note in program.report.of(kind))
+
+
+def operations(program: Any) -> list[Any]:
+    found = (operation_of(eqn) for eqn in equations(program.jaxpr))
+    return [op for op in found if isinstance(op, DispatchForward | DispatchBackward)]
+
+
+@pytest.mark.parametrize("collectives", ["explicit", "auto"])
+@pytest.mark.parametrize("layer", WRITTEN.values(), ids=WRITTEN)
+def test_tokens_go_around_and_come_back_however_they_are_put_together(layer: Any, collectives: Any) -> None:
+    program = held(layer, weights(), planned(collectives=collectives, dispatch="ring"))
+    assert {op.axes for op in operations(program)} == {("expert",)}
+    assert ("more than a sum" in said(program, "declined")) == (layer is not_added_up)
+
+
+@pytest.mark.parametrize("collectives", ["explicit", "auto"])
+@pytest.mark.parametrize("layer", [by_product, some_dropped, weighed_inside])
+@pytest.mark.parametrize("dispatch", ["all_to_all", "ragged_all_to_all"])
+def test_each_choice_goes_to_its_expert(dispatch: Any, layer: Any, collectives: Any) -> None:
+    held(layer, weights(), planned(collectives=collectives, dispatch=dispatch, capacity=9.0))
+
+
+@pytest.mark.parametrize("dispatch", ["all_to_all", "ragged_all_to_all"])
+def test_where_there_are_more_choices_than_slots_nothing_is_lost(dispatch: Any) -> None:
+    """All tokens choose the first two experts."""
+    w, x = weights(), np.abs(X)
+    w["router"] = -np.abs(w["router"])
+    w["router"][:, :2] = 1.0
+    held(by_product, w, planned(dispatch=dispatch, capacity=1.0), x)
+
+
+@pytest.mark.parametrize(
+    "mesh, experts, dispatch",
+    [
+        ({"expert": 8}, 8, "ring"),
+        ({"expert": 2}, 6, "all_to_all"),
+        ({"expert": 4, "fsdp": 2}, 8, "ring"),  # tokens lie over fsdp first, whatever the order of the mesh
+        ({"fsdp": 2, "expert": 2, "tensor": 2}, 4, "all_to_all"),
+        ({"data": 2, "expert": 2, "tensor": 2}, 4, "ring"),
+        ({"fsdp": 2, "expert": 4}, 6, None),  # they do not divide
+        ({"fsdp": 4}, 8, None),
+    ],
+    ids=str,
+)
+def test_meshes(mesh: Any, experts: int, dispatch: Any) -> None:
+    plan = planned({**mesh, "expert": mesh.get("expert", 1)}, dispatch=dispatch)
+    program = held(by_product, weights(experts), plan)
+    sent = [each for each in ledger(program.jaxpr, mesh) if each.axes == ("expert",)]
+    if dispatch is None:
+        assert "none sent" in said(program)
+    else:
+        assert sent and f"tokens: {dispatch}" in said(program)
+
+
+@pytest.mark.parametrize("dispatch", ["ring", "all_to_all", "ragged_all_to_all"])
+def test_what_is_another_experts_is_looked_up_where_all_have_it(dispatch: Any) -> None:
+    held(another_ones_bias, weights(), planned(dispatch=dispatch, capacity=9.0))
+
+
+def test_a_number_that_may_be_negative() -> None:
+    def layer(w: Any, x: Any, offset: int = -1) -> Any:
+        gates, numbers = chosen(w, x)
+        out, order = sorted_by(w, x, numbers + offset, lambda *rows: swiglu(w, *rows))
+        return x + jnp.einsum("btk,btke->bte", gates, out[jnp.argsort(order)].reshape(B, -1, K, D))
+
+    assert "none sent: the number of an expert may be negative" in said(held(layer, weights(), planned()))
+    with pytest.raises(PlanError, match=r"experts.dispatch = 'ring' \(.*test_experts_dispatch.py.*negative"):
+        parallelize(stepped(layer), planned(dispatch="ring")).trace(weights(), X)

@@ -1,0 +1,135 @@
+"""How choices of tokens get to the devices of their experts, and what these give back to the tokens.
+
+    rows[s] = all_to_all x[choice of s]          z[choice] = all_to_all out[slot of choice]
+
+A device has so many slots for each of the devices that experts lie over. What a route takes there and what it
+brings back are transposes of each other, so each has the other as its derivative; nothing is added up at an
+index. The functions are for the inside of a manual region over these axes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from xform.trace import Value
+
+Axes = tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Route:
+    """choices [slots here]: the choice that a slot has, of so many as there are where it has none. slots
+    [choices]: the slot of a choice. numbers [slots there]: of its expert; -1 where a slot has no choice. overflow: whether a choice on any of the
+    devices has no slot.
+    """
+
+    axes: Axes
+    choices: Value
+    slots: Value
+    numbers: Value
+    overflow: Value
+
+    def there(self, x: Value, of: int = 1) -> Value:
+        """Rows [slots, ...] on the devices of experts, of x [choices // of, ...] of tokens or their choices;
+        empty slots have zeros.
+        """
+        return _there(self.axes, of, x, self.choices, self.slots)
+
+    def back(self, rows: Value) -> Value:
+        """What was made there of the row of each choice, [choices, ...]."""
+        return _back(self.axes, rows, self.choices, self.slots)
+
+
+def route(ids: Value, axes: Axes, ways: int, experts: int, room: int) -> Route:
+    """The route of choices with these numbers of experts, of which each of `ways` devices has `experts`. room:
+    the slots that a device has for each of the devices. A choice of no expert stays where it is.
+    """
+    count = ids.shape[0]
+    valid = ids < ways * experts
+    device = jnp.where(valid, ids // experts, lax.axis_index(axes)).astype(jnp.int32)
+    order = jnp.argsort(device)
+    counts = jnp.bincount(device, length=ways)
+    starts = jnp.cumsum(counts) - counts
+    place = jnp.argsort(order) - starts[device]
+    slots = jnp.where(place < room, device * room + place, ways * room)
+    at = jnp.arange(room)
+    taken = at < counts[:, None]
+    choices = jnp.where(taken, order[jnp.minimum(starts[:, None] + at, count - 1)], count).reshape(-1)
+    own = jnp.where(taken.reshape(-1), ids[jnp.minimum(choices, count - 1)], -1)
+    overflow = lax.pmax(jnp.max(counts), axes) > room
+    return Route(axes, choices, slots, _exchanged(own, axes, ways), overflow)
+
+
+def _exchanged(x: Value, axes: Axes, ways: int) -> Value:
+    """Slots for each device as those from each."""
+    split = x.reshape(ways, -1, *x.shape[1:])
+    made: Value = lax.all_to_all(split, axes, 0, 0, tiled=False)
+    return made.reshape(x.shape)
+
+
+def _ways(axes: Axes) -> int:
+    return int(lax.axis_size(axes))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _there(axes: Axes, of: int, x: Value, choices: Value, slots: Value) -> Value:
+    rows = x.at[choices // of].get(mode="fill", fill_value=0)
+    return _exchanged(rows, axes, _ways(axes))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _back(axes: Axes, rows: Value, choices: Value, slots: Value) -> Value:
+    here = _exchanged(rows, axes, _ways(axes))
+    made: Value = here.at[slots].get(mode="fill", fill_value=0)
+    return made
+
+
+def _there_forward(axes: Axes, of: int, x: Value, choices: Value, slots: Value) -> tuple[Value, Any]:
+    return _there(axes, of, x, choices, slots), (choices, slots)
+
+
+def _there_backward(axes: Axes, of: int, saved: Any, dy: Value) -> tuple[Value, None, None]:
+    found = _back(axes, dy, *saved)
+    return (found if of == 1 else found.reshape(-1, of, *dy.shape[1:]).sum(1)), None, None
+
+
+def _back_forward(axes: Axes, rows: Value, choices: Value, slots: Value) -> tuple[Value, Any]:
+    return _back(axes, rows, choices, slots), (choices, slots)
+
+
+def _back_backward(axes: Axes, saved: Any, dy: Value) -> tuple[Value, None, None]:
+    return _there(axes, 1, dy, *saved), None, None
+
+
+_there.defvjp(_there_forward, _there_backward)
+_back.defvjp(_back_forward, _back_backward)
+
+
+# ---------------------------------------------------------------- on one device
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def ordered(x: Value, order: Value, back: Value, of: int) -> Value:
+    """Rows in an order, each of x [rows // of, ...]. back: the inverse of the order."""
+    made: Value = x.at[order // of].get(mode="promise_in_bounds", unique_indices=of == 1)
+    return made
+
+
+def _ordered_forward(x: Value, order: Value, back: Value, of: int) -> tuple[Value, Any]:
+    return ordered(x, order, back, of), (order, back)
+
+
+def _ordered_backward(of: int, saved: Sequence[Value], dy: Value) -> tuple[Value, None, None]:
+    order, back = saved
+    found = ordered(dy, back, order, 1)
+    return (found if of == 1 else found.reshape(-1, of, *dy.shape[1:]).sum(1)), None, None
+
+
+ordered.defvjp(_ordered_forward, _ordered_backward)
