@@ -2,9 +2,11 @@
 
 `reading` finds where tokens are sorted by expert and what is done until they are back, `numbers` what is made
 of the experts' numbers alone; `operation` is all of it as one equation, right for any number of tokens.
+`raised` finds the other ways to write it: `capacity`.
 """
 
 from xform.experts.operation import Middle, Sorted
+from xform.experts.raised import raised
 from xform.experts.reading import lifted, refused
 
-__all__ = ["Middle", "Sorted", "lifted", "refused"]
+__all__ = ["Middle", "Sorted", "lifted", "raised", "refused"]

@@ -145,7 +145,7 @@ class Numbers:
     def _run(self, part: Jaxpr, drawings: Sequence[Any]) -> list[list[Any]]:
         with jax.ensure_compile_time_eval(), jax.default_device(jax.devices("cpu")[0]):
             run = jax.jit(lambda *args: eval_jaxpr(part, *args))
-            others = {v: _own(self.view, v) for v in part.invars if v is not self.base}
+            others = {v: own_value(self.view, v) for v in part.invars if v is not self.base}
             return [
                 [np.asarray(x) for x in run(*(others.get(v, drawn) for v in part.invars))]
                 for drawn in drawings
@@ -176,7 +176,7 @@ _KEEP_NATURAL = frozenset(
 )
 
 
-def _own(view: View, v: Var) -> Any:
+def own_value(view: View, v: Var) -> Any:
     """The value of what is the program's own: a constant, here or of what is around a body."""
     if v in view.constants:
         return view.constants[v]

@@ -31,6 +31,7 @@ _MOVES = """
     cumprod cummax cummin dot_general sort argmax top_k clamp
 """
 MOVES = frozenset(_MOVES.split())
+_PARTS = frozenset(("slice", "pad"))
 
 MOVED = frozenset(("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose"))
 
@@ -108,6 +109,9 @@ def _made(
         along |= frozenset(f for d in dims for f in scope[eqn.invars[0]][d]) - several
         if eqn.invars[1] not in found:
             return None
+    elif name in _PARTS:
+        pairs = zip(scope[eqn.invars[0]], scope[eqn.outvars[0]], strict=True)
+        along |= frozenset(f for whole, part in pairs if along & frozenset(whole) for f in part)
     elif name in ("gather", "dynamic_slice"):
         if not is_float(eqn.invars[0]):
             pass

@@ -1,0 +1,235 @@
+"""Mixtures of experts that are written otherwise than by sorting tokens: the same operation, with values and
+gradients of the program as it was, and with the arithmetic of tokens that are sorted.
+"""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.raised import made_up
+from tests.spellings.experts import LOOKALIKES, SPELLINGS
+from tests.test_experts_sorted import operations, ran
+from xform.experts import lifted, raised
+from xform.flops import product_flops
+from xform.models import mixtral
+from xform.report import Report
+from xform.trace import eval_jaxpr, shape_of
+
+B, L, D, F, E, K, C = 2, 7, 8, 5, 6, 2, 3
+
+
+def drawn(seed, *shape):
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+ARGS = (drawn(0, B, L, D), drawn(1, D, E), drawn(2, E, D, F), drawn(3, E, F), drawn(4, E, F, D))
+
+
+def chosen(x, router, k=K):
+    weights, numbers = jax.lax.top_k(jax.nn.softmax(x @ router), k)
+    return weights / weights.sum(-1, keepdims=True), numbers
+
+
+def read(fn, *args):
+    jaxpr, report = jax.make_jaxpr(fn)(*args), Report()
+    return jaxpr, raised(jaxpr, "test", report), str(report)
+
+
+def differentiated(jaxpr, args):
+    """The results, and the gradients of all floats of something that they all go into unlike."""
+    own = [n for n, x in enumerate(args) if x.dtype.kind == "f"]
+
+    def loss(*floats):
+        given = list(args)
+        for n, x in zip(own, floats, strict=True):
+            given[n] = x
+        outs = eval_jaxpr(jaxpr, *given)
+        return sum(jnp.sum(jnp.sin(x) * jnp.arange(1.0, x.size + 1).reshape(x.shape)) for x in outs), outs
+
+    run = jax.jit(jax.value_and_grad(loss, argnums=tuple(range(len(own))), has_aux=True))
+    return jax.tree.leaves(run(*(args[n] for n in own)))
+
+
+def held(fn, *args):
+    """Raised, with values and gradients of the program as it was, in float64; gives it as it is then."""
+    with jax.enable_x64(True):
+        jaxpr, new, report = read(fn, *args)
+        assert operations(new), report
+        leaves = jax.tree.leaves(args)
+        pairs = zip(differentiated(jaxpr, leaves), differentiated(new, leaves), strict=True)
+        for want, got in pairs:
+            assert np.abs(want - got).max() <= 1e-12 * max(np.abs(want).max(), 1)
+    return new
+
+
+def in_float64(args, high):
+    """Arguments drawn at random; integers up to a number."""
+    rng = np.random.default_rng(0)
+
+    def one(x):
+        value = np.asarray(made_up(jax.ShapeDtypeStruct(x.shape, x.dtype), rng, high))
+        return value.astype(np.float64) if jnp.issubdtype(x.dtype, jnp.floating) else value
+
+    return jax.tree.map(one, args)
+
+
+# ---------------------------------------------------------------- places of experts
+
+
+def maxtext(x, router, up, bias, down):
+    """As MaxText has it: places are counted from 1, and the one before them is cut off; gates are written to
+    all experts, and tokens dispatched wherever the combined gates are not zero.
+    """
+    weights, numbers = chosen(x, router)
+    at = jnp.arange(B)[:, None, None], jnp.arange(L)[:, None], numbers
+    gates = jnp.zeros((B, L, E)).at[at].set(weights)
+    mask = jax.nn.one_hot(numbers, E, dtype=jnp.int32)
+    count = jnp.cumsum(mask.reshape(B, L * K, E), axis=1)
+    kept = jnp.sum(mask * jnp.less_equal(count.reshape(B, L, K, E), C), axis=2)
+    place = jnp.sum((mask.reshape(B, L * K, E) * count).reshape(B, L, K, E), axis=2) * kept
+    combine = (gates * kept)[..., None] * jax.nn.one_hot(place, C + 1, dtype=jnp.int32)
+    combine = combine[..., 1:]
+    rows = jnp.einsum("BSM,BSEC->EBCM", x, combine.astype(bool))
+    h = jax.nn.relu(jnp.einsum("EBCM,EMH->EBCH", rows, up) + bias[:, None, None])
+    return jnp.einsum("EBCM,BSEC->BSM", jnp.einsum("EBCH,EHM->EBCM", h, down), combine)
+
+
+def gshard(x, router, up, bias, down):
+    """As GShard: the second choice is the largest of what the first has left, after all first ones."""
+    scores = jax.nn.softmax(x @ router)
+    first = jax.nn.one_hot(jnp.argmax(scores, -1), E)
+    second = jax.nn.one_hot(jnp.argmax(scores * (1 - first), -1), E)
+    place = (jnp.cumsum(first, 1) - first) * first
+    later = ((jnp.cumsum(second, 1) - second) + first.sum(1, keepdims=True)) * second
+    parts = []
+    for mask, where in ((first, place), (second, later)):
+        mask = mask * (where < C)
+        gate = (scores * mask).sum(-1)
+        places = jax.nn.one_hot((where * mask).sum(-1).astype(jnp.int32), C)
+        parts.append(gate[..., None, None] * mask[..., None] * places[:, :, None])
+    combine = parts[0] + parts[1]
+    rows = jnp.einsum("gsec,gsm->egcm", (combine > 0).astype(x.dtype), x)
+    h = jax.nn.gelu(jnp.einsum("egcm,emh->egch", rows, up) + bias[:, None, None])
+    return jnp.einsum("gsec,egcm->gsm", combine, jnp.einsum("egch,ehm->egcm", h, down))
+
+
+CAPACITY = ["capacity", "capacity_booleans", "switch_transformer", "gshard_with_two_experts", "vision"]
+
+
+@pytest.mark.parametrize("fn", [maxtext, gshard], ids=lambda fn: fn.__name__)
+def test_masks_of_places_are_gone_and_dropped_tokens_stay_dropped(fn):
+    new = held(fn, *ARGS)
+    assert not any({E, C} <= set(shape_of(v)) for eqn in ran(new) for v in eqn.outvars)
+
+
+def test_a_token_without_a_place_goes_to_no_expert():
+    """All tokens choose the same, whose places the first ones have."""
+
+    def layer(x, scores, up, down):
+        mask = jax.nn.one_hot(jnp.argmax(scores, -1), E)
+        place = jnp.sum((jnp.cumsum(mask, 0) - 1) * mask, -1).astype(jnp.int32)
+        sent = mask[:, :, None] * jax.nn.one_hot(place, C)[:, None]
+        h = jnp.tanh(jnp.einsum("xcd,xdf->xcf", jnp.einsum("txc,td->xcd", sent, x), up))
+        return jnp.einsum("txc,xcd->td", sent, jnp.einsum("xcf,xfd->xcd", h, down))
+
+    x, _, up, _, down = ARGS
+    scores = np.tile([0.1, 0.1, 0.4, 0.2, 0.1, 0.1], (L, 1))
+    new = held(layer, x[0], scores, up, down)
+    with jax.enable_x64(True):
+        (out,) = eval_jaxpr(new, x[0], scores, up, down)
+    assert np.all(out[C:] == 0) and np.all(np.abs(out[:C]).max(-1) > 0)
+
+
+@pytest.mark.parametrize("name", CAPACITY)
+def test_places_as_others_write_them(name):
+    spelled = SPELLINGS[name]
+    held(spelled.fn, *in_float64(spelled.args, 4))
+
+
+def shared_places(x, router, up, bias, down):
+    """Places that are counted over all experts, so that two tokens of one may have the same."""
+    scores = jax.nn.softmax(x[0] @ router)
+    mask = jax.nn.one_hot(jnp.argmax(scores, -1), E)
+    place = jax.nn.one_hot(jnp.arange(L) % C, C)
+    sent = mask[:, :, None] * place[:, None]
+    h = jnp.tanh(jnp.einsum("xcd,xdf->xcf", jnp.einsum("txc,td->xcd", sent, x[0]), up))
+    return jnp.einsum("txc,xcd->td", sent, jnp.einsum("xcf,xfd->xcd", h, down))
+
+
+def places_that_meet(x, router, up, bias, down):
+    """What is at one place goes into what is made of another."""
+    scores = jax.nn.softmax(x[0] @ router)
+    mask = jax.nn.one_hot(jnp.argmax(scores, -1), E)
+    place = jnp.sum((jnp.cumsum(mask, 0) - 1) * mask, -1).astype(jnp.int32)
+    sent = mask[:, :, None] * jax.nn.one_hot(place, C)[:, None]
+    h = jnp.einsum("xcd,xdf->xcf", jnp.einsum("txc,td->xcd", sent, x[0]), up)
+    return jnp.einsum("txc,xcd->td", sent, jnp.einsum("xcf,xfd->xcd", jnp.cumsum(h, 1), down))
+
+
+NEAR = {
+    "a place has several tokens": shared_places,
+    "cumsum: it goes along the batch": places_that_meet,
+}
+
+
+@pytest.mark.parametrize(("why", "fn"), NEAR.items(), ids=NEAR)
+def test_what_is_nearly_a_mixture_stays_and_is_told(why, fn):
+    jaxpr, new, report = read(fn, *ARGS)
+    assert new is jaxpr
+    assert why in report and "test_experts_styles.py" in report
+
+
+OTHERS = [
+    "combined_elsewhere",
+    "tokens_mixed",
+    "soft_slots",
+    "soft_mixture",
+    "heads",
+    "ensemble",
+    "relu_units",
+]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_looks_like_one_stays(name):
+    other = LOOKALIKES[name]
+    jaxpr, new, report = read(other.fn, *other.args)
+    assert new is jaxpr
+    assert "a mixture of experts: " in report or not other.why
+
+
+# ---------------------------------------------------------------- a model
+
+
+def of_mixtral(routing):
+    """The loss of two rows of Mixtral at its tiny size, and arguments in float64."""
+    size = dataclasses.replace(mixtral.SIZES["tiny"], dtype="float64", layers=1)
+    loss, args = mixtral.loss(size=size, batch=2, length=8, routing=routing)
+    return loss, in_float64(args, 300)
+
+
+@pytest.mark.parametrize("routing", ["capacity"])
+def test_each_routing_of_mixtral_is_raised(routing):
+    with jax.enable_x64(True):
+        loss, args = of_mixtral(routing)
+    held(loss, *args)
+
+
+@pytest.mark.parametrize("routing", ["capacity"])
+def test_at_full_size_it_costs_what_tokens_cost_that_are_sorted(routing):
+    def made(routing):
+        size = dataclasses.replace(mixtral.SIZES["8x7b"], layers=1)
+        loss, args = mixtral.loss(size=size, batch=4, length=2048, routing=routing)
+        return jax.make_jaxpr(loss)(*args)
+
+    new = raised(made(routing), "test", Report())
+    usual = product_flops(lifted(made("sorted"), "test", Report()))
+    assert product_flops(made(routing)) > 1.2 * usual
+    assert product_flops(new) < 1.0001 * usual
+    assert len(operations(new)) == 1
+    places = math.ceil(2048 * 2 * 1.25 / 8)
+    assert not any(places in shape_of(v) for eqn in ran(new) for v in eqn.outvars)
