@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from xform.axes import Factor, Scope
 from xform.errors import Decline
-from xform.experts.choices import Chosen, leading
+from xform.experts.choices import Chosen, canonical, leading, mask_at
 from xform.experts.operation import CHOICE, TOKEN
 from xform.experts.rows import ALL, EXPERT, Operand
 from xform.experts.single import Labels, single
@@ -84,17 +84,16 @@ class Around:
                 raise Decline("what experts make of tokens is used for something else besides")
 
 
-def around(view: View, scope: Scope, group: Sequence[Product], weights: frozenset[Var]) -> Around:
-    """The region of products with the weights of the same experts. Raises Decline where that is none."""
-    first = group[0]
-    if any(view.eqns[p.number].primitive.name != "dot_general" for p in group):
+def around(view: View, scope: Scope, first: Product, weights: frozenset[Var]) -> Around:
+    """The region that a product with experts' weights is in. Raises Decline where that is none."""
+    if view.eqns[first.number].primitive.name != "dot_general":
         raise Decline("experts take turns in a loop")
     if len(first.axes) != 1:
         raise Decline("experts are numbered by several axes")
     (experts,) = first.axes
     tokens = factors(scope, first.x) - first.axes - first.summed - factors(scope, first.w)
     found = _Region(view, scope, experts, tokens, weights)
-    found.forward([p.number for p in group])
+    found.forward([first.number])
     found.backward()
     return Around(
         view,
@@ -153,9 +152,11 @@ class _Region:
                 continue
             seen.add(v)
             eqn = self.view.eqns[number]
+            if not self._is_inside(v):
+                continue
             if self._dispatches(eqn):
                 self.sent.add(number)
-            elif self._is_inside(v):
+            else:
                 self.eqns.add(number)
                 todo += eqn.invars
 
@@ -172,13 +173,22 @@ class _Region:
         if eqn.primitive.name != "dot_general" or not eqn.params["dimension_numbers"][0][0]:
             return False
         has = [self.experts in factors(self.scope, v) for v in eqn.invars]
-        return has in ([True, False], [False, True]) and self.experts in factors(self.scope, eqn.outvars[0])
+        return sum(has) == 1 and eqn.invars[has.index(True)] not in self.weights
 
 
 def operands(around: Around, part: Jaxpr, takes: Sequence[Var], tokens: Sequence[Factor]) -> list[Operand]:
     """What the program for one token and one expert takes, by kinds."""
     kinds = (around.kind(v, tokens) for v in takes)
     return [Operand(v, kind) for v, kind in zip(part.invars, kinds, strict=True)]
+
+
+def given(around: Around, chose: Chosen, v: Var, x: Value, operand: Operand, ids: Value) -> Value:
+    """What the operation takes for an operand: of a mask, what it is at [tokens, choices]."""
+    if operand.kind == TOKEN:
+        return of_tokens(v, x, chose)
+    if operand.kind == CHOICE:
+        return mask_at(canonical(v, x, chose, around.experts), ids, around.experts.size)
+    return x if operand.kind == ALL else of_experts(around.scope, v, x, around.experts)
 
 
 def of_tokens(v: Var, x: Value, chose: Chosen) -> Value:

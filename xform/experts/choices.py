@@ -245,6 +245,8 @@ class Drawing:
             axis = axis % len(shape) if several else axis
             rest = [n for d, n in enumerate(shape) if not several or d != axis]
             scores = rng.random((*rest, _among(eqn))) + 0.4 * seed * rng.random(_among(eqn))
+            if seed == DRAWINGS - 1:  # all tokens choose alike
+                scores = np.broadcast_to(scores.reshape(-1, scores.shape[-1])[0], scores.shape).copy()
             for other in before:
                 if other.shape == shape and not several and self._is_apart(v):
                     np.put_along_axis(scores, other[..., None], -1, -1)

@@ -15,17 +15,20 @@ from collections.abc import Iterator, Sequence
 import jax
 
 from xform.errors import Decline
-from xform.experts import capacity
+from xform.experts import capacity, dense
 from xform.experts.around import around
 from xform.higher_order import is_plain_jit
-from xform.raising.choosing import CHOICES, is_float
+from xform.raising.choosing import CHOICES, COMPARISONS, is_float
 from xform.raising.flat import View, flat
 from xform.raising.placing import Claim, placed
 from xform.raising.sending import Product, Sending
 from xform.report import Report
-from xform.trace import Jaxpr, Var
+from xform.trace import Jaxpr
 
 WHAT = "a mixture of experts"
+
+SIGNS = CHOICES | COMPARISONS | {"exp"}
+"""Without any of which nothing is chosen, or nearly so."""
 
 
 def raised(jaxpr: Jaxpr, name: str, report: Report) -> Jaxpr:
@@ -43,40 +46,28 @@ def raised(jaxpr: Jaxpr, name: str, report: Report) -> Jaxpr:
         products, nears = sending.found()
         for near in nears:
             report.declined(name, WHAT, near.why, near.line)
-        for group in _groups(products):
-            line = view.line(group[0].number)
-            try:
-                claims.append(_claim(sending, group))
-            except Decline as why:
-                report.declined(name, WHAT, str(why), line)
-            else:
-                report.did(name, f"{WHAT} takes tokens sorted by expert", "", line)
+        claims += _claims(sending, products, name, report)
     with jax.named_scope("experts"):
         return placed(jaxpr, claims, report)
 
 
 def _may_have(view: View) -> bool:
     names = {eqn.primitive.name for eqn in view.eqns}
-    chooses = names & CHOICES or any(not is_float(v) for v in view.jaxpr.invars)
+    chooses = names & SIGNS or any(not is_float(v) for v in view.jaxpr.invars)
     return bool(chooses and names & {"dot_general", "scan", "while"})
 
 
-def _groups(products: Sequence[Product]) -> Iterator[list[Product]]:
-    """Products that something in common chose, with weights of the same experts' axis."""
-    left = list(products)
+def _claims(sending: Sending, products: Sequence[Product], name: str, report: Report) -> Iterator[Claim]:
+    """Of all regions of products with experts' weights. The report is told of each."""
+    view, left = sending.view, list(products)
     while left:
-        first = left.pop(0)
-        group = [first]
-        for p in list(left):
-            if p.axes == first.axes and p.keys & first.keys and p.style != "loop":
-                group.append(p)
-                left.remove(p)
-        yield group
-
-
-def _claim(sending: Sending, group: Sequence[Product]) -> Claim:
-    weights = frozenset[Var](sending.pure)
-    region = around(sending.view, sending.scope, group, weights)
-    if region.sent:
-        return capacity.claim(region)
-    raise Decline("every token goes through every expert")
+        first = left[0]
+        try:
+            region = around(view, sending.scope, first, frozenset(sending.pure))
+            left = [p for p in left if p.number not in region.eqns]
+            yield (capacity.claim if region.sent else dense.claim)(region)
+        except Decline as why:
+            left = [p for p in left if p is not first]
+            report.declined(name, WHAT, str(why), view.line(first.number))
+        else:
+            report.did(name, f"{WHAT} takes tokens sorted by expert", "", view.line(first.number))

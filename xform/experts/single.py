@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 import jax
 import numpy as np
 
-from xform.axes import Factor, find_axes
+from xform.axes import Factor, Scope, find_axes
 from xform.batch.local import analyse
 from xform.batch.states import Batch, Micro, Mixes, Split, State
 from xform.errors import Decline
@@ -40,26 +41,47 @@ def single(part: Jaxpr, labels: Sequence[Labels], experts: Factor, tokens: Seque
     """
     left = [[list(dim) for dim in own] for own in labels]
     for axis in (experts, *tokens):
-        part, outs = _along(part, left, axis)
+        scope = find_axes(part).root
+        found = _found(part, scope, left, axis)
+        if found is None:
+            continue  # gone with another
+        own, there = found
+        if axis is experts and own != [experts]:
+            raise Decline("experts are not an axis of their own")
+        if not set(own) <= {experts, *tokens}:
+            raise Decline("tokens are not an axis of their own")
+        part, outs = _along(part, scope, there)
         if any(not s.is_rows and (axis is not experts or s.kind != "sum") for s in outs):
             raise Decline("what comes of it is no value of each token, or no sum over the experts")
-        for own in left:
-            for dim in own:
-                if axis in dim:
-                    dim.remove(axis)
+        left = [[[f for f in dim if f not in own] for dim in dims] for dims in left]
     return part
 
 
-def _along(part: Jaxpr, labels: Sequence[Labels], axis: Factor) -> tuple[Jaxpr, list[State]]:
+def _found(
+    part: Jaxpr, scope: Scope, labels: Sequence[Labels], axis: Factor
+) -> tuple[list[Factor], Factor] | None:
+    """Which axis of a part is one of the whole program; with those that are one with it in the part."""
+    for v, dims in zip(part.invars, labels, strict=True):
+        for d, dim in enumerate(dims):
+            if axis not in dim:
+                continue
+            own, there = list(dim), [f for f in scope[v][d] if f.size > 1]
+            while own and there:
+                if own[0].size == there[0].size:
+                    if own[0] is axis:
+                        return [axis], there[0]
+                    own, there = own[1:], there[1:]
+                elif len(there) == 1 and there[0].size == prod(f.size for f in own):
+                    return own, there[0]
+                else:
+                    raise Decline("axes of tokens and experts are taken apart")
+    return None
+
+
+def _along(part: Jaxpr, scope: Scope, axis: Factor) -> tuple[Jaxpr, list[State]]:
     """The program for one of an axis, and what its results are along it."""
     split = _One(axis.size, 1)
-    scope = find_axes(part).root
-    own = [(v, d, dim) for v, dims in zip(part.invars, labels, strict=True) for d, dim in enumerate(dims)]
-    v, d, dim = next((v, d, dim) for v, d, dim in own if axis in dim)
-    there = [f for f in scope[v][d] if f.size > 1]
-    if [f.size for f in there] != [f.size for f in dim]:
-        raise Decline("the axes of tokens and experts are not those of its operands")
-    batch = Batch((there[dim.index(axis)],), split)
+    batch = Batch((axis,), split)
     try:
         states = [batch.of(scope, v) for v in part.invars]
         local = analyse(part, states, scope, batch, [])
