@@ -22,9 +22,9 @@ from xform.context import Context
 from xform.errors import Decline, PlanError
 from xform.experts import Sorted, lifted
 from xform.experts.combining import Combine, Combined, combined
-from xform.experts.dispatch import Dispatch, DispatchBackward, DispatchForward, dispatched
+from xform.experts.dispatch import NONE, RAGGED, SLOTS, Dispatch, DispatchBackward, DispatchForward, dispatched
 from xform.experts.function import Function
-from xform.experts.operation import CHOICE, GIVEN, TOKEN
+from xform.experts.sent import Sent
 from xform.higher_order import equations
 from xform.ops import Operation, operation_of
 from xform.plans.rules import MAXTEXT_RULES
@@ -61,7 +61,8 @@ class Experts:
     chunks: int = 1
 
     stages: ClassVar[tuple[str, ...]] = ("model",)
-    after: ClassVar[tuple[str, ...]] = ("roll", "chunkedloss", "quantize", "kernels", "shard")
+    after: ClassVar[tuple[str, ...]] = ("roll", "chunkedloss", "sparseexperts", "quantize", "kernels", "shard")
+    brings: ClassVar[tuple[str, ...]] = ("sparseexperts",)
 
     @property
     def expert_axis(self) -> str:
@@ -115,46 +116,23 @@ class Experts:
         ways, experts = context.mesh.shape[self.axis], function.experts
         (tokens, choices), what = shape, f"{function.experts} experts, {shape[1]} for each of {shape[0]} tokens"
         why = self._undivided(function, ways, tokens, context)
-        if why or ways == 1 or self.dispatch == "none":
-            if why and self.dispatch not in (None, "none"):
+        if why or ways == 1 or self.dispatch == NONE:
+            if why and self.dispatch not in (None, NONE):
                 raise PlanError(f"experts.dispatch = {self.dispatch!r} ({line}): {what}: {why}")
             context.report.did("experts", f"{what}: none sent", why or "experts whole on each device", line)
             return Dispatch(function, combine)
         outer = self._outer(context)
-        costs = self._costs(function, combine, tokens // (outer * ways), choices, ways)
+        sent = Sent.of(function, combine, tokens // (outer * ways), choices, ways, self.capacity)
+        costs = sent.all(context.differentiated, named=self.dispatch)
         chosen = self.dispatch or min(costs, key=lambda name: costs[name])
         others = ", ".join(f"{name} {amount(cost)}" for name, cost in costs.items() if name != chosen)
-        own = f"{amount(costs[chosen])} a device and pass over {self.axis}; by {others}"
-        context.report.did("experts", f"{what}: {chosen}", own, line)
-        if chosen == "none":
+        own = f"{amount(costs[chosen])} a device, {sent.passes(context.differentiated)}, over {self.axis}"
+        if chosen in (SLOTS, RAGGED) and sent.may_overflow(chosen):
+            own += "; by the ring where a device has more for another than it has slots"
+        context.report.did("experts", f"{what}: {chosen}", f"{own}; by {others}", line)
+        if chosen == NONE:
             return Dispatch(function, combine)
         return Dispatch(function, combine, chosen, (self.axis,), ways, outer, self.capacity, self.chunks)
-
-    def _costs(
-        self, function: Function, combine: Combine, tokens: int, choices: int, ways: int
-    ) -> dict[str, float]:
-        """The bytes that a device sends in a forward pass, of `tokens` of its own."""
-        rows = {TOKEN: 0.0, CHOICE: 0.0}
-        weights = 0.0
-        for v, kind in zip(function.jaxpr.invars, function.takes, strict=True):
-            size = _bytes(v) / (shape_of(v)[0] or 1)
-            if kind in rows:
-                rows[kind] += size
-            elif kind == GIVEN:
-                weights += _bytes(v)
-        (out,) = function.jaxpr.outvars
-        made = _bytes(out) / function.size
-        token = rows[TOKEN] + choices * rows[CHOICE] + (made if combine.steps else choices * made)
-        choice = rows[TOKEN] + rows[CHOICE] + made
-        slots = ways * Dispatch(function, combine, ways=ways, capacity=self.capacity).room(tokens, choices)
-        found = {
-            "ring": (ways - 1) * tokens * token,
-            "all_to_all": (ways - 1) / ways * slots * choice,
-            "none": (ways - 1) / ways * weights,
-        }
-        if self.dispatch == "ragged_all_to_all":
-            found[self.dispatch] = (ways - 1) / ways * tokens * choices * choice
-        return found
 
     def _undivided(self, function: Function, ways: int, tokens: int, context: Context) -> str:
         """Why experts cannot lie over so many devices; "" where they can."""
@@ -183,10 +161,6 @@ class Experts:
                     " told to be of experts (the plan's `axes` names it) or that a rule of the plan leaves whole"
                 )
         return jaxpr
-
-
-def _bytes(v: Any) -> int:
-    return int(v.aval.dtype.itemsize) * math.prod(v.aval.shape)
 
 
 def _is_dispatch(op: Operation) -> bool:

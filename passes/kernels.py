@@ -64,7 +64,7 @@ class Kernels:
     interpret: bool = False
 
     stages: ClassVar[tuple[str, ...]] = ("model",)
-    after: ClassVar[tuple[str, ...]] = ("roll", "chunkedloss", "shard")
+    after: ClassVar[tuple[str, ...]] = ("roll", "chunkedloss", "sparseexperts", "shard")
 
     def rewrite(self, jaxpr: Jaxpr, context: Context) -> Jaxpr:
         self._check()

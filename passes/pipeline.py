@@ -78,6 +78,7 @@ class Pipeline:
         "chunkedloss",
         "kernels",
         "context",
+        "experts",
         "quantize",
         "remat",
         "accumulate",

@@ -94,7 +94,7 @@ class Quantize:
 
     stages: ClassVar[tuple[str, ...]] = ("model", "step")
     leads: ClassVar[tuple[str, ...]] = ("step",)
-    after: ClassVar[tuple[str, ...]] = ("roll", "chunkedloss", "kernels", "context")
+    after: ClassVar[tuple[str, ...]] = ("roll", "chunkedloss", "sparseexperts", "kernels", "context")
     exact: ClassVar[bool] = False
 
     def rewrite(self, jaxpr: Jaxpr, context: Context) -> Jaxpr:

@@ -76,7 +76,7 @@ class Remat:
     budget: str | int = ""
 
     stages: ClassVar[tuple[str, ...]] = ("model",)
-    after: ClassVar[tuple[str, ...]] = ("roll", "chunkedloss", "kernels", "context")
+    after: ClassVar[tuple[str, ...]] = ("roll", "chunkedloss", "kernels", "context", "experts")
 
     def rewrite(self, jaxpr: Jaxpr, context: Context) -> Jaxpr:
         self._check()

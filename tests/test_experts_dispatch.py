@@ -195,3 +195,19 @@ def test_a_number_that_may_be_negative() -> None:
     assert "none sent: the number of an expert may be negative" in said(held(layer, weights(), planned()))
     with pytest.raises(PlanError, match=r"experts.dispatch = 'ring' \(.*test_experts_dispatch.py.*negative"):
         parallelize(stepped(layer), planned(dispatch="ring")).trace(weights(), X)
+
+
+@pytest.mark.parametrize("layer", [by_product, by_sum])
+@pytest.mark.parametrize("dispatch", ["ring", "all_to_all"])
+def test_what_is_sent_is_what_is_planned(dispatch: Any, layer: Any) -> None:
+    """In slots for all, so that nothing may be sent by the ring."""
+    w, x = jax.tree.map(jnp.float32, (weights(), np.repeat(X, 64, axis=1)))
+    for fn, passes in ((layer, "forward"), (stepped(layer), "forward and backward")):
+        program = parallelize(fn, planned(dispatch=dispatch, capacity=4.0)).trace(w, x)
+        kinds: Counter[str] = Counter()
+        for each in ledger(program.jaxpr, MESH):
+            if "dispatch" in each.where:
+                assert each.axes == ("expert",)
+                kinds[each.kind] += int(each.total)
+        assert set(kinds) == ({"all-gather", "reduce-scatter"} if dispatch == "ring" else {"all-to-all"})
+        assert f"{dispatch}: {amount(sum(kinds.values()))} a device, {passes}, over expert" in said(program)

@@ -24,6 +24,7 @@ from xform.passes.quantize import Quantize  # noqa: E402
 from xform.passes.remat import Remat  # noqa: E402
 from xform.passes.roll import Roll  # noqa: E402
 from xform.passes.shard import Shard  # noqa: E402
+from xform.passes.sparseexperts import SparseExperts  # noqa: E402
 from xform.plan import Pass, Plan  # noqa: E402
 from xform.quantization.arrays import Quantized  # noqa: E402
 from xform.raising.describe import raised  # noqa: E402
@@ -55,6 +56,7 @@ __all__ = [
     "RewriteError",
     "Roll",
     "Shard",
+    "SparseExperts",
     "check",
     "parallelize",
     "plans",

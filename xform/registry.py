@@ -35,6 +35,7 @@ BUILTIN: dict[str, str] = {
     "roll": "xform.passes.roll:Roll",
     "remat": "xform.passes.remat:Remat",
     "shard": "xform.passes.shard:Shard",
+    "sparseexperts": "xform.passes.sparseexperts:SparseExperts",
 }
 
 RESERVED = ("axes", "mesh")  # the tables of a plan file that are no passes

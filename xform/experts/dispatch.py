@@ -30,12 +30,14 @@ from jax import lax
 from xform.experts.combining import Combine
 from xform.experts.function import EXPERT, LOOKED, Function
 from xform.experts.operation import CHOICE, COUNTS, IDS, TOKEN
-from xform.experts.ragged import RaggedRoute, ragged_route
-from xform.experts.routes import Route, ordered, route
+from xform.experts.ragged import RaggedRoute, ragged_overflows, ragged_route
+from xform.experts.routes import Route, ordered, overflows, route
 from xform.ops import apply
 from xform.trace import Value
 
 Axes = tuple[str, ...]
+
+RING, SLOTS, RAGGED, NONE = "ring", "all_to_all", "ragged_all_to_all", "none"
 
 Way = Callable[[Value, Sequence[Value]], Value]
 """y of ids and what is taken."""
@@ -52,7 +54,7 @@ class Dispatch:
 
     function: Function
     combine: Combine
-    strategy: str = "none"
+    strategy: str = NONE
     lies: Axes = ()
     ways: int = 1
     outer: int = 1
@@ -91,7 +93,7 @@ class Dispatch:
         """What is made of the way by which tokens go; where choices may have no slot, that is known only when
         they are counted, and then they all go by the ring.
         """
-        if not self.axes or self.strategy == "ring":
+        if not self.axes or self.strategy == RING:
             return made(self._in_chunks(self._by_ring))
         tokens, choices = ids.shape[0] // self.chunks, ids.shape[1]
         by_slots = functools.partial(made, self._in_chunks(self._by_slots))
@@ -99,7 +101,8 @@ class Dispatch:
         if room >= self.most(tokens, choices):
             return by_slots()
         parts = ids.reshape(self.chunks, -1)
-        full = [self._route(part.reshape(-1), room).overflow for part in parts]
+        full_at = ragged_overflows if self.strategy == RAGGED else overflows
+        full = [full_at(part, self.axes, self.ways, self.experts, room) for part in parts]
         by_ring = functools.partial(made, self._in_chunks(self._by_ring))
         return lax.cond(jnp.any(jnp.stack(full)), by_ring, by_slots)
 
@@ -156,7 +159,7 @@ class Dispatch:
         return self.combine.run(z.reshape(tokens, choices, *z.shape[1:]), args[count:])
 
     def _route(self, ids: Value, room: int) -> Route | RaggedRoute:
-        made = ragged_route if self.strategy == "ragged_all_to_all" else route
+        made = ragged_route if self.strategy == RAGGED else route
         return made(ids, self.axes, self.ways, self.experts, room)
 
     @property
@@ -169,12 +172,12 @@ class Dispatch:
         those of all devices.
         """
         even = self.capacity * tokens * choices
-        slots = math.ceil(even if self.strategy == "ragged_all_to_all" else even / self.ways)
+        slots = math.ceil(even if self.strategy == RAGGED else even / self.ways)
         return min(slots, self.most(tokens, choices))
 
     def most(self, tokens: int, choices: int) -> int:
         """The most slots that choices of so many tokens can take."""
-        return tokens * choices * (self.ways if self.strategy == "ragged_all_to_all" else 1)
+        return tokens * choices * (self.ways if self.strategy == RAGGED else 1)
 
     def _through(self, ids: Value, own: Value | None, given: Sequence[Value], choices: int) -> Value:
         """The function's results for choices of tokens; own: those that are for this device, the others' are
@@ -232,6 +235,7 @@ class DispatchForward(Dispatch):
     def over(self, axes: Mapping[str, Axes]) -> DispatchForward:
         return dataclasses.replace(self, axes=axes["x"])
 
+    @jax.named_scope("dispatch")
     def plain(self, *args: Value) -> Sequence[Value]:
         ids, *taken = self._natural(args)
         return (self.either(ids, lambda way: way(ids, taken)),)
@@ -268,6 +272,7 @@ class DispatchBackward(Dispatch):
     def over(self, axes: Mapping[str, Axes]) -> DispatchBackward:
         return dataclasses.replace(self, axes=axes["x"])
 
+    @jax.named_scope("dispatch")
     def plain(self, *args: Value) -> Sequence[Value]:
         ids, *taken, dy = self._natural(args)
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xform.experts.routes import Axes, ordered
+from xform.experts.routes import Axes, devices, ordered
 from xform.ops import apply
 from xform.trace import Value
 
@@ -92,7 +92,7 @@ def _column(x: Value, rows: Value) -> Value:
 
 @dataclasses.dataclass(frozen=True)
 class RaggedRoute:
-    """order: of choices, by device; inverse: of that. counts [from, to]. numbers, overflow: as of a `Route`."""
+    """order: of choices, by device; inverse: of that. counts [from, to]. numbers: as of a `Route`."""
 
     axes: Axes
     room: int
@@ -100,7 +100,6 @@ class RaggedRoute:
     inverse: Value
     counts: Value
     numbers: Value
-    overflow: Value
 
     def there(self, x: Value, of: int = 1) -> Value:
         return _there(self.axes, self.room, ordered(x, self.order, self.inverse, of), self.counts)
@@ -112,16 +111,26 @@ class RaggedRoute:
 
 def ragged_route(ids: Value, axes: Axes, ways: int, experts: int, room: int) -> RaggedRoute:
     """As `routes.route`; room: the choices that a device has room for, of all devices."""
-    valid = ids < ways * experts
-    me = lax.axis_index(axes)
-    device = jnp.where(valid, ids // experts, me).astype(jnp.int32)
+    device, me = devices(ids, axes, ways, experts), lax.axis_index(axes)
     order = jnp.argsort(device)
-    inverse = jnp.argsort(order)
-    counts = lax.all_gather(jnp.bincount(device, length=ways).astype(jnp.int32), axes, axis=0, tiled=False)
+    inverse, counts = jnp.argsort(order), _counts(device, axes, ways)
     arrived = jnp.sum(counts, axis=0)
     there = _there(axes, room, ids[order], counts)
     numbers = jnp.where(jnp.arange(room) < arrived[me], there, -1)
-    return RaggedRoute(axes, room, order, inverse, counts, numbers, jnp.max(arrived) > room)
+    return RaggedRoute(axes, room, order, inverse, counts, numbers)
+
+
+def ragged_overflows(ids: Value, axes: Axes, ways: int, experts: int, room: int) -> Value:
+    """Whether any of the devices would have no room for all choices of its experts."""
+    counts = _counts(devices(ids, axes, ways, experts), axes, ways)
+    return jnp.max(jnp.sum(counts, axis=0)) > room
+
+
+def _counts(device: Value, axes: Axes, ways: int) -> Value:
+    """How many choices go from each device to each."""
+    own = jnp.bincount(device, length=ways).astype(jnp.int32)
+    made: Value = lax.all_gather(own, axes, axis=0, tiled=False)
+    return made
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

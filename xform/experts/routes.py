@@ -26,15 +26,13 @@ Axes = tuple[str, ...]
 @dataclasses.dataclass(frozen=True)
 class Route:
     """choices [slots here]: the choice that a slot has, of so many as there are where it has none. slots
-    [choices]: the slot of a choice. numbers [slots there]: of its expert; -1 where a slot has no choice. overflow: whether a choice on any of the
-    devices has no slot.
+    [choices]: the slot of a choice. numbers [slots there]: of its expert; -1 where a slot has no choice.
     """
 
     axes: Axes
     choices: Value
     slots: Value
     numbers: Value
-    overflow: Value
 
     def there(self, x: Value, of: int = 1) -> Value:
         """Rows [slots, ...] on the devices of experts, of x [choices // of, ...] of tokens or their choices;
@@ -52,8 +50,7 @@ def route(ids: Value, axes: Axes, ways: int, experts: int, room: int) -> Route:
     the slots that a device has for each of the devices. A choice of no expert stays where it is.
     """
     count = ids.shape[0]
-    valid = ids < ways * experts
-    device = jnp.where(valid, ids // experts, lax.axis_index(axes)).astype(jnp.int32)
+    device = devices(ids, axes, ways, experts)
     order = jnp.argsort(device)
     counts = jnp.bincount(device, length=ways)
     starts = jnp.cumsum(counts) - counts
@@ -63,8 +60,19 @@ def route(ids: Value, axes: Axes, ways: int, experts: int, room: int) -> Route:
     taken = at < counts[:, None]
     choices = jnp.where(taken, order[jnp.minimum(starts[:, None] + at, count - 1)], count).reshape(-1)
     own = jnp.where(taken.reshape(-1), ids[jnp.minimum(choices, count - 1)], -1)
-    overflow = lax.pmax(jnp.max(counts), axes) > room
-    return Route(axes, choices, slots, _exchanged(own, axes, ways), overflow)
+    return Route(axes, choices, slots, _exchanged(own, axes, ways))
+
+
+def devices(ids: Value, axes: Axes, ways: int, experts: int) -> Value:
+    """The device of each choice's expert; this one, of what is of no expert."""
+    here = lax.axis_index(axes)
+    return jnp.where(ids < ways * experts, ids // experts, here).astype(jnp.int32)
+
+
+def overflows(ids: Value, axes: Axes, ways: int, experts: int, room: int) -> Value:
+    """Whether a choice on any of the devices would have no slot."""
+    counts = jnp.bincount(devices(ids, axes, ways, experts), length=ways).astype(jnp.int32)
+    return lax.pmax(jnp.max(counts), axes) > room
 
 
 def _exchanged(x: Value, axes: Axes, ways: int) -> Value:

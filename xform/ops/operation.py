@@ -29,6 +29,7 @@ from xform.trace import (
     plain_aval,
     trace_flat,
     typeof,
+    without_dead,
 )
 
 NAME = "operation"
@@ -146,7 +147,7 @@ def apply(op: Operation, *args: Value) -> list[Value]:
 
 def body(op: Operation, avals: Sequence[Any]) -> Jaxpr:
     """The operation in plain JAX, as a program; it brings no arrays with it."""
-    jaxpr = trace_flat(op.plain, [plain_aval(a) for a in avals], op.name)
+    jaxpr = without_dead(trace_flat(op.plain, [plain_aval(a) for a in avals], op.name))
     if jaxpr.consts:
         raise TypeError(
             f"{op.name}: its plain form brings {len(jaxpr.consts)} constant arrays; make them of iota"
