@@ -49,6 +49,8 @@ class Experts:
     capacity: the slots that a device has for each of the devices, of "ragged_all_to_all" for all, of as many as
         it takes where experts have equally many tokens. No token is dropped: when some device has more choices
         for another than slots, the layer's tokens go by a ring.
+    block: rows of a device's experts are computed in blocks, of so many of those that it has where experts have
+        equally many tokens, and no more blocks than it has rows for.
     chunks: tokens are sent in so many chunks, so that one is sent while another is multiplied.
 
     Raises PlanError where the mesh lacks the axis, and where a layer's experts do not divide over it though
@@ -58,6 +60,7 @@ class Experts:
     axis: str = "expert"
     dispatch: Literal["ring", "all_to_all", "ragged_all_to_all", "none"] | None = None
     capacity: float = 2.0
+    block: float = 1.25
     chunks: int = 1
 
     stages: ClassVar[tuple[str, ...]] = ("model",)
@@ -132,7 +135,8 @@ class Experts:
         context.report.did("experts", f"{what}: {chosen}", f"{own}; by {others}", line)
         if chosen == NONE:
             return Dispatch(function, combine)
-        return Dispatch(function, combine, chosen, (self.axis,), ways, outer, self.capacity, self.chunks)
+        sizes = (ways, outer, self.capacity, self.chunks, self.block)
+        return Dispatch(function, combine, chosen, (self.axis,), *sizes)
 
     def _undivided(self, function: Function, ways: int, tokens: int, context: Context) -> str:
         """Why experts cannot lie over so many devices; "" where they can."""

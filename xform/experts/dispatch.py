@@ -27,15 +27,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from xform.experts.blocks import Rows, computed
 from xform.experts.combining import Combine
-from xform.experts.function import EXPERT, LOOKED, Function
-from xform.experts.operation import CHOICE, COUNTS, IDS, TOKEN
+from xform.experts.function import EXPERT, Function
+from xform.experts.operation import CHOICE, TOKEN
 from xform.experts.ragged import RaggedRoute, ragged_overflows, ragged_route
-from xform.experts.routes import Route, ordered, overflows, route
+from xform.experts.routes import Route, overflows, route
 from xform.ops import apply
 from xform.trace import Value
 
 Axes = tuple[str, ...]
+
+ROWS = 8
+"""Rows that are computed at once are a multiple of it."""
 
 RING, SLOTS, RAGGED, NONE = "ring", "all_to_all", "ragged_all_to_all", "none"
 
@@ -48,8 +52,9 @@ class Dispatch:
     """function: what is done with rows. combine: what is made of their results. lies: the mesh axes of the plan
     over which experts are to lie, `ways` devices; outer: the parts in which tokens lie over axes further out
     than these. capacity: of "all_to_all", the slots for each device of experts, of so many as its experts had
-    choices if all had the same. chunks: in which tokens are sent, one after the other. axes: those over which
-    experts do lie.
+    choices if all had the same. chunks: in which tokens are sent, one after the other. block: rows that are
+    computed at once, of so many as a device has if all experts had the same. axes: those over which experts do
+    lie.
     """
 
     function: Function
@@ -60,6 +65,7 @@ class Dispatch:
     outer: int = 1
     capacity: float = 1.0
     chunks: int = 1
+    block: float = 1.0
     axes: Axes = ()
 
     told = EXPERT
@@ -139,7 +145,8 @@ class Dispatch:
             number = lax.axis_index(self.axes)
             none = (number == 0) & (flat >= function.experts)  # those of no expert are the first device's
             own = (flat // self.experts == number) | none
-        z = self._through(flat, own, args[:count], choices)
+        even = tokens * choices // (self.ways if self.axes else 1)
+        z = self._through(flat, own, args[:count], choices, even)
         y = self.combine.run(z.reshape(tokens, choices, *z.shape[1:]), args[count:])
         return lax.psum_scatter(y, self.axes, scatter_dimension=0, tiled=True) if self.axes else y
 
@@ -155,7 +162,7 @@ class Dispatch:
             elif function.takes[n] == CHOICE:
                 x = way.there(x.reshape(-1, *x.shape[2:]))
             sent.append(x)
-        z = way.back(self._through(way.numbers, way.numbers >= 0, sent, 1))
+        z = way.back(self._through(way.numbers, way.numbers >= 0, sent, 1, tokens * choices))
         return self.combine.run(z.reshape(tokens, choices, *z.shape[1:]), args[count:])
 
     def _route(self, ids: Value, room: int) -> Route | RaggedRoute:
@@ -179,42 +186,23 @@ class Dispatch:
         """The most slots that choices of so many tokens can take."""
         return tokens * choices * (self.ways if self.strategy == RAGGED else 1)
 
-    def _through(self, ids: Value, own: Value | None, given: Sequence[Value], choices: int) -> Value:
+    def _through(
+        self, ids: Value, own: Value | None, given: Sequence[Value], choices: int, even: int
+    ) -> Value:
         """The function's results for choices of tokens; own: those that are for this device, the others' are
-        zero.
+        zero; even: how many they are where all devices have the same.
         """
         function, local = self.function, ids
         if own is not None:
             here = ids - lax.axis_index(self.axes) * self.experts
-            local = jnp.where(own & (ids < function.experts), here, self.experts)
-        order = jnp.argsort(local)
-        back = jnp.argsort(order)
-        counts, looked = jnp.bincount(local, length=self.experts), local[order]
-        if own is not None:
-            looked = jnp.where(own[order], looked, 0)  # what is looked up for the others is a number
-        known = dict(zip(function.taken, given, strict=True))
-        takes: list[Any] = []
-        for n, (v, kind) in enumerate(zip(function.jaxpr.invars, function.takes, strict=True)):
-            x, aval = known.get(n), _aval(v)
-            if kind == IDS:
-                x = ids[order].astype(aval.dtype)
-            elif kind == COUNTS:
-                x = counts.astype(aval.dtype)
-            elif kind == TOKEN:
-                x = ordered(x, order, back, choices)
-            elif kind == CHOICE:
-                x = ordered(x.reshape(ids.shape[0], *aval.shape[1:]), order, back, 1)
-            elif kind == LOOKED:
-                x = x.at[looked].get(**function.lookups[n])
-            takes.append(x)
-        made = ordered(function.run(takes), back, order, 1)
-        if own is None:
-            return made
-        return jnp.where(own.reshape(-1, *(1,) * (made.ndim - 1)), made, jnp.zeros((), made.dtype))
+            none = jnp.where(own, self.experts, self.experts + 1)  # of no expert, before those of others
+            local = jnp.where(own & (ids < function.experts), here, none)
+        size = _up(math.ceil(self.block * even), ROWS)
+        return computed(function, Rows(ids, local, own, self.experts), given, choices, size)
 
 
-def _aval(v: Any) -> Any:
-    return v.aval
+def _up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
 
 
 @dataclasses.dataclass(frozen=True)
