@@ -109,8 +109,11 @@ def stepped(layer: Any) -> Any:
     return jax.value_and_grad(loss, argnums=(0, 1))
 
 
-def planned(mesh: Mapping[str, int] = MESH, collectives: Any = "explicit", more: Any = (), **options: Any) -> Plan:
-    return Plan(mesh, [Experts(**options), Shard(strict=False, collectives=collectives), *more])
+def planned(
+    mesh: Mapping[str, int] = MESH, collectives: Any = "explicit", more: Any = (), axes: Any = (), **options: Any
+) -> Plan:
+    passes = [Experts(**options), Shard(strict=False, collectives=collectives), *more]
+    return Plan(mesh, passes, axes=dict(axes))
 
 
 def held(layer: Any, w: Any, plan: Plan, x: Any = X, within: float = 1e-12) -> Any:
@@ -202,7 +205,8 @@ def test_what_is_sent_is_what_is_planned(dispatch: Any) -> None:
     """In slots for all, so that nothing may be sent by the ring."""
     w, x = jax.tree.map(jnp.float32, (weights(), np.repeat(X, 64, axis=1)))
     for fn, passes in ((by_product, "forward"), (stepped(by_product), "forward and backward")):
-        program = parallelize(fn, planned(dispatch=dispatch, capacity=4.0)).trace(w, x)
+        plan = planned(dispatch=dispatch, capacity=4.0, axes={"batch": "[1][0]"})
+        program = parallelize(fn, plan).trace(w, x)
         kinds: Counter[str] = Counter()
         for each in ledger(program.jaxpr, MESH):
             if "dispatch" in each.where:

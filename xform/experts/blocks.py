@@ -18,8 +18,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from xform.experts.combining import added
 from xform.experts.function import LOOKED, Function
-from xform.experts.operation import CHOICE, COUNTS, GIVEN, IDS, TOKEN
+from xform.experts.operation import CHOICE, COUNTS, IDS, TOKEN
 from xform.experts.routes import ordered
 from xform.trace import Value
 
@@ -38,16 +39,18 @@ class Rows:
 
 def computed(
     function: Function, rows: Rows, given: Sequence[Value], choices: int, size: int
-) -> Value:
-    """The function's results for all choices of tokens, in their order; for those that are not to be computed
-    zeros. given: what it takes besides numbers of experts. size: rows at once.
+) -> tuple[Value, Value, Value]:
+    """The function's results for all choices of tokens in the order of experts, that order, and its inverse; for
+    those that are not to be computed zeros. given: what it takes besides numbers of experts. size: rows at
+    once.
     """
     order = jnp.argsort(rows.local)
     back = jnp.argsort(order)
     counts = jnp.bincount(rows.local, length=rows.experts).astype(jnp.int32)
     looked = rows.local[order]
     if rows.own is not None:
-        looked = jnp.where(rows.own[order], looked, 0)  # what is looked up for the others is a number
+        there = jnp.sum(rows.own).astype(jnp.int32)  # they come first
+        looked = jnp.where(jnp.arange(order.shape[0]) < there, looked, 0)  # for the others a number
     known = dict(zip(function.taken, given, strict=True))
     moved: dict[int, Value] = {}
     for n, x in known.items():
@@ -58,14 +61,14 @@ def computed(
     numbers = order, back, rows.ids[order], looked, counts
     if rows.own is None or order.shape[0] <= size:
         takes = {n: ordered(x, order, back, moved[n]) if n in moved else x for n, x in known.items()}
-        made = ordered(_run(function, takes, numbers[2], looked, counts), back, order, 1)
+        made = _run(function, takes, numbers[2], looked, counts)
     else:
-        there = jnp.sum(rows.own).astype(jnp.int32)
         of = tuple(moved.get(n, 0) for n in function.taken)
         made = _in_blocks(function, of, size, there, numbers, tuple(known[n] for n in function.taken))
-    if rows.own is None:
-        return made
-    return jnp.where(rows.own.reshape(-1, *(1,) * (made.ndim - 1)), made, jnp.zeros((), made.dtype))
+    if rows.own is not None:
+        own = (jnp.arange(order.shape[0]) < there).reshape(-1, *(1,) * (made.ndim - 1))
+        made = jnp.where(own, made, jnp.zeros((), made.dtype))
+    return made, order, back
 
 
 def _shape(function: Function, n: int) -> tuple[int, ...]:
@@ -140,9 +143,9 @@ def _in_blocks(
     def turn(i: Value, made: Value) -> Value:
         return lax.dynamic_update_slice_in_dim(made, block(i * size), i * size, 0)
 
-    empty = jnp.zeros((at.shape[0], *out.shape[1:]), out.dtype)
+    empty = lax.empty((at.shape[0], *out.shape[1:]), out.dtype)  # what no block writes is not looked at
     made = lax.fori_loop(0, -(-there // size), turn, empty)
-    return ordered(made[: order.shape[0]], back, order, 1)
+    return made[: order.shape[0]]
 
 
 def _forward(
@@ -155,7 +158,7 @@ def _backward(
     function: Function, of: tuple[int, ...], size: int, saved: Any, dz: Value
 ) -> tuple[None, None, tuple[Value | None, ...]]:
     there, (order, back, *rest, counts), given = saved
-    dy = _filled(ordered(dz, order, back, 1), size)
+    dy = _filled(dz, size)
     at, *rest = (_filled(x, size) for x in (order, *rest))
     filled: Any = (at, back, *rest, counts)
     floats = [n for n, x in enumerate(given) if jnp.issubdtype(x.dtype, jnp.inexact)]
@@ -172,21 +175,25 @@ def _backward(
 
         found = jax.vjp(run, *(taken[n] for n in floats))[1](_part(dy, start, size))
         return [
-            lax.dynamic_update_slice_in_dim(total, x, start, 0) if of[n] else total + x
+            lax.dynamic_update_slice_in_dim(total, x, start, 0)
+            if of[n]
+            else jnp.where(i > 0, total, jnp.zeros((), x.dtype)) + x
             for n, total, x in zip(floats, sums, found, strict=True)
         ]
 
     def empty(n: int) -> Value:
         x = given[n]
-        return jnp.zeros((at.shape[0], *x.shape[1:]) if of[n] else x.shape, x.dtype)
+        return lax.empty((at.shape[0], *x.shape[1:]) if of[n] else x.shape, x.dtype)
 
-    sums = lax.fori_loop(0, -(-there // size), turn, [empty(n) for n in floats])
+    # One turn at least, which begins the sums.
+    turns = jnp.maximum(-(-there // size), 1)
+    sums = lax.fori_loop(0, turns, turn, [empty(n) for n in floats])
     gradients: dict[int, Value] = {}
     for n, total in zip(floats, sums, strict=True):
         if of[n]:
-            total = ordered(total[: order.shape[0]], back, order, 1)
-            if of[n] > 1:
-                total = total.reshape(-1, of[n], *total.shape[1:]).sum(1)
+            own = jnp.arange(at.shape[0]) < there
+            total = jnp.where(own.reshape(-1, *(1,) * (total.ndim - 1)), total, jnp.zeros((), total.dtype))
+            total = added(total, back.reshape(-1, of[n]))
         gradients[n] = total
     return None, None, tuple(gradients.get(n) for n in range(len(given)))
 

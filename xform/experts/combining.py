@@ -9,11 +9,12 @@ that has some of the experts gives its terms of y, which is `j` times less than 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax import lax
+import jax.numpy as jnp
 
 from xform.axes import Factor, Scope
 from xform.errors import Decline
@@ -25,32 +26,86 @@ MOVED = frozenset(("reshape", "transpose", "squeeze", "expand_dims", "copy"))
 
 @dataclasses.dataclass(frozen=True)
 class Combine:
-    """steps: ("cast", dtype), ("times", number of a gate), ("sum",), or ("dot", number of a gate, precision,
-    dtype), a product that sums over choices. gates: how many there are.
+    """y = sum_j gates[m,j] z[m,j], gates being the product of so many, in dtype `out`; without an `out` z stays
+    as it is.
     """
 
-    steps: tuple[tuple[Any, ...], ...] = ()
     gates: int = 0
+    out: str = ""
 
-    def run(self, z: Value, gates: Sequence[Value]) -> Value:
-        """z [m,j,...] and gates [m,j] -> [m,...]; z itself where no step sums."""
-        for kind, *how in self.steps:
-            if kind == "cast":
-                z = z.astype(how[0])
-            elif kind == "times":
-                z = z * gates[how[0]].reshape(*gates[how[0]].shape, *(1,) * (z.ndim - 2))
-            elif kind == "sum":
-                z = z.sum(1, dtype=z.dtype)
-            else:
-                number, precision, dtype = how
-                z = lax.dot_general(
-                    gates[number],
-                    z,
-                    (((1,), (1,)), ((0,), (0,))),
-                    precision=precision,
-                    preferred_element_type=dtype,
-                )
-        return z
+    def run(self, rows: Value, gates: Sequence[Value], order: Value, places: Value) -> Value:
+        """[m, ...], or of each choice [m,j, ...], of `rows` of choices. order: the choice of each row, more
+        than there are for none; places [m,j]: the row of each choice, more than there are for none.
+        """
+        if not self.out:
+            made: Value = taken(rows, order, places.reshape(-1))
+            return made.reshape(*places.shape, *rows.shape[1:])
+        weights = functools.reduce(jnp.multiply, gates) if gates else None
+        return summed(self.out, rows, weights, order, places)
+
+
+@jax.custom_vjp
+def taken(rows: Value, order: Value, places: Value) -> Value:
+    """The row of each choice, zeros where there is none. A choice has one row, so that gradients are looked up
+    too, where JAX's would be added up at an index.
+    """
+    made: Value = rows.at[places].get(mode="fill", fill_value=0)
+    return made
+
+
+def _taken_forward(rows: Value, order: Value, places: Value) -> tuple[Value, Any]:
+    return taken(rows, order, places), (order, places)
+
+
+def _taken_backward(saved: Any, dz: Value) -> tuple[Value, None, None]:
+    order, places = saved
+    return taken(dz, places, order), None, None
+
+
+taken.defvjp(_taken_forward, _taken_backward)
+
+
+def added(rows: Value, places: Value) -> Value:
+    """[m, ...], the sum of rows at places [m,j], zeros where there is none."""
+    wide = jnp.promote_types(rows.dtype, jnp.float32)
+    found = (rows.at[places[:, i]].get(mode="fill", fill_value=0) for i in range(places.shape[1]))
+    return functools.reduce(jnp.add, (x.astype(wide) for x in found)).astype(rows.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def summed(out: str, rows: Value, weights: Value | None, order: Value, places: Value) -> Value:
+    """sum_j weights[m,j] rows[places[m,j]], no array of all choices' rows being made."""
+    wide = jnp.promote_types(rows.dtype, jnp.float32)
+    total: Any = 0
+    for i in range(places.shape[1]):
+        x = rows.at[places[:, i]].get(mode="fill", fill_value=0).astype(wide)
+        total = total + (x if weights is None else x * _column(weights[:, i].astype(wide), x))
+    return total.astype(out)
+
+
+def _column(x: Value, like: Value) -> Value:
+    return x.reshape(-1, *(1,) * (like.ndim - 1))
+
+
+def _summed_forward(
+    out: str, rows: Value, weights: Value | None, order: Value, places: Value
+) -> tuple[Value, Any]:
+    return summed(out, rows, weights, order, places), (rows, weights, order, places)
+
+
+def _summed_backward(out: str, saved: Any, dy: Value) -> tuple[Value, Value | None, None, None]:
+    rows, weights, order, places = saved
+    wide = jnp.promote_types(rows.dtype, jnp.float32)
+    there = dy.at[order // places.shape[1]].get(mode="fill", fill_value=0).astype(wide)
+    if weights is None:
+        return there.astype(rows.dtype), None, None, None
+    own = weights.reshape(-1).at[order].get(mode="fill", fill_value=0).astype(wide)
+    products = jnp.sum(rows.astype(wide) * there, axis=tuple(range(1, rows.ndim)))
+    found = products.at[places].get(mode="fill", fill_value=0).astype(weights.dtype)
+    return (there * _column(own, there)).astype(rows.dtype), found, None, None
+
+
+summed.defvjp(_summed_forward, _summed_backward)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,35 +143,33 @@ class _Walk:
         self.gates: list[Gate] = []
 
     def found(self) -> Combined:
-        steps: list[tuple[Any, ...]] = []
         v = self.z
         summed = not self.choices
         while not summed:
             eqn = self._next(v)
             name = eqn.primitive.name
             if name == "convert_element_type":
-                steps.append(("cast", eqn.params["new_dtype"]))
+                if not jnp.issubdtype(eqn.params["new_dtype"], jnp.inexact):
+                    raise self._unknown(eqn)
             elif name == "mul":
-                steps.append(("times", self._gate(eqn, v)))
+                self._gate(eqn, v)
             elif name == "reduce_sum":
                 axes = tuple(f for d in sorted(eqn.params["axes"]) for f in self.scope[v][d])
                 summed = axes == self.choices
                 if not summed:
                     raise self._unknown(eqn)
-                steps.append(("sum",))
             elif name == "dot_general":
-                steps.append(self._product(eqn, v))
+                self._product(eqn, v)
                 summed = True
             elif name not in MOVED:
                 raise self._unknown(eqn)
             (v,) = eqn.outvars  # type: ignore[assignment]
-        if not self.choices:
-            steps.append(("sum",))
-        steps, v = self._narrowed(steps, v)
+        v = self._narrowed(v)
         wanted = (*self.tokens, *(f for dim in self.scope[self.z][2:] for f in dim))
         if tuple(f for dim in self.scope[v] for f in dim) != wanted:
             raise Decline(f"what is made of a token's choices has other dimensions ({self._line(v)})")
-        return Combined(Combine(tuple(steps), len(self.gates)), tuple(self.gates), v)
+        dtype: Any = v.aval.dtype  # type: ignore[attr-defined]
+        return Combined(Combine(len(self.gates), str(dtype)), tuple(self.gates), v)
 
     def _next(self, v: Var) -> JaxprEqn:
         """The one equation that takes a value."""
@@ -125,19 +178,18 @@ class _Walk:
             raise Decline(f"what experts give is used for more than a sum of it ({self._line(v)})")
         return self.view.eqns[users[0]]
 
-    def _narrowed(self, steps: list[tuple[Any, ...]], v: Var) -> tuple[list[tuple[Any, ...]], Var]:
-        """The cast of the sum to fewer bytes, if it comes next, is done before it is sent."""
+    def _narrowed(self, v: Var) -> Var:
+        """The sum in fewer bytes, if that comes next: it is cast before it is sent."""
         users = self.view.users.get(v, [])
         if len(users) == 1 and users[0] >= 0:
             eqn = self.view.eqns[users[0]]
             if eqn.primitive.name == "convert_element_type":
-                new: Any = eqn.outvars[0]
-                old: Any = v.aval
-                if new.aval.dtype.itemsize < old.dtype.itemsize and new.aval.dtype.kind == old.dtype.kind:
-                    return [*steps, ("cast", eqn.params["new_dtype"])], new
-        return steps, v
+                new, old = (x.aval.dtype for x in (eqn.outvars[0], v))  # type: ignore[attr-defined]
+                if new.itemsize < old.itemsize and new.kind == old.kind:
+                    return eqn.outvars[0]  # type: ignore[return-value]
+        return v
 
-    def _product(self, eqn: JaxprEqn, v: Var) -> tuple[Any, ...]:
+    def _product(self, eqn: JaxprEqn, v: Var) -> None:
         (lc, rc), (lb, rb) = eqn.params["dimension_numbers"]
         left = eqn.invars[0] is v
         if eqn.invars[0] is eqn.invars[1]:
@@ -148,28 +200,25 @@ class _Walk:
             f for d in batch for f in dims[d]
         } != set(self.tokens):
             raise self._unknown(eqn)
-        gate = self._gate_of(eqn.invars[1] if left else eqn.invars[0], eqn)
-        return "dot", gate, eqn.params["precision"], eqn.params["preferred_element_type"]
+        self._gate_of(eqn.invars[1] if left else eqn.invars[0], eqn)
 
-    def _gate(self, eqn: JaxprEqn, v: Var) -> int:
-        """The number of what rows are multiplied with."""
+    def _gate(self, eqn: JaxprEqn, v: Var) -> None:
+        """What rows are multiplied with."""
         other = eqn.invars[1] if eqn.invars[0] is v else eqn.invars[0]
         if other is v:
             raise self._unknown(eqn)
         while (maker := self.view.maker(other)) is not None and maker.primitive.name == "broadcast_in_dim":
             other = maker.invars[0]
-        return self._gate_of(other, eqn)
+        self._gate_of(other, eqn)
 
-    def _gate_of(self, source: Atom, eqn: JaxprEqn) -> int:
+    def _gate_of(self, source: Atom, eqn: JaxprEqn) -> None:
         if isinstance(source, Literal):
             raise self._unknown(eqn)
         own = tuple(f for dim in self.scope[source] for f in dim)
         for first, wanted in ((True, (*self.tokens, *self.choices)), (False, (*self.choices, *self.tokens))):
             if own == wanted:
-                gate = Gate(source, first)
-                if gate not in self.gates:
-                    self.gates.append(gate)
-                return self.gates.index(gate)
+                self.gates.append(Gate(source, first))
+                return
         raise self._unknown(eqn)
 
     def _unknown(self, eqn: JaxprEqn) -> Decline:

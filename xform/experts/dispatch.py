@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from xform.experts.blocks import Rows, computed
-from xform.experts.combining import Combine
+from xform.experts.combining import Combine, taken
 from xform.experts.function import EXPERT, Function
 from xform.experts.operation import CHOICE, TOKEN
 from xform.experts.ragged import RaggedRoute, ragged_overflows, ragged_route
@@ -83,7 +83,7 @@ class Dispatch:
     @property
     def given(self) -> str:
         """The letters of what it gives: of each choice, where choices are not put together."""
-        return ("m" if self.combine.steps else "mj") + self.function.out
+        return ("m" if self.combine.out else "mj") + self.function.out
 
     @property
     def sums(self) -> str:
@@ -146,8 +146,8 @@ class Dispatch:
             none = (number == 0) & (flat >= function.experts)  # those of no expert are the first device's
             own = (flat // self.experts == number) | none
         even = tokens * choices // (self.ways if self.axes else 1)
-        z = self._through(flat, own, args[:count], choices, even)
-        y = self.combine.run(z.reshape(tokens, choices, *z.shape[1:]), args[count:])
+        rows, order, places = self._through(flat, own, args[:count], choices, even)
+        y = self.combine.run(rows, args[count:], order, places.reshape(tokens, choices))
         return lax.psum_scatter(y, self.axes, scatter_dimension=0, tiled=True) if self.axes else y
 
     def _by_slots(self, ids: Value, args: Sequence[Value]) -> Value:
@@ -162,8 +162,9 @@ class Dispatch:
             elif function.takes[n] == CHOICE:
                 x = way.there(x.reshape(-1, *x.shape[2:]))
             sent.append(x)
-        z = way.back(self._through(way.numbers, way.numbers >= 0, sent, 1, tokens * choices))
-        return self.combine.run(z.reshape(tokens, choices, *z.shape[1:]), args[count:])
+        rows, order, places = self._through(way.numbers, way.numbers >= 0, sent, 1, tokens * choices)
+        here = way.back(taken(rows, order, places))
+        return self.combine.run(here, args[count:], way.choices, way.slots.reshape(tokens, choices))
 
     def _route(self, ids: Value, room: int) -> Route | RaggedRoute:
         made = ragged_route if self.strategy == RAGGED else route
@@ -188,9 +189,10 @@ class Dispatch:
 
     def _through(
         self, ids: Value, own: Value | None, given: Sequence[Value], choices: int, even: int
-    ) -> Value:
-        """The function's results for choices of tokens; own: those that are for this device, the others' are
-        zero; even: how many they are where all devices have the same.
+    ) -> tuple[Value, Value, Value]:
+        """The function's results for choices of tokens, in the order of experts, that order, and its inverse;
+        own: those that are for this device, the others' are zero; even: how many they are where all devices have
+        the same.
         """
         function, local = self.function, ids
         if own is not None:

@@ -92,21 +92,20 @@ def _column(x: Value, rows: Value) -> Value:
 
 @dataclasses.dataclass(frozen=True)
 class RaggedRoute:
-    """order: of choices, by device; inverse: of that. counts [from, to]. numbers: as of a `Route`."""
+    """choices: in the order of devices; slots: where each is. counts [from, to]. numbers: as of a `Route`."""
 
     axes: Axes
     room: int
-    order: Value
-    inverse: Value
+    choices: Value
+    slots: Value
     counts: Value
     numbers: Value
 
     def there(self, x: Value, of: int = 1) -> Value:
-        return _there(self.axes, self.room, ordered(x, self.order, self.inverse, of), self.counts)
+        return _there(self.axes, self.room, ordered(x, self.choices, self.slots, of), self.counts)
 
     def back(self, rows: Value) -> Value:
-        found = _back(self.axes, self.order.shape[0], rows, self.counts)
-        return ordered(found, self.inverse, self.order, 1)
+        return _back(self.axes, self.choices.shape[0], rows, self.counts)
 
 
 def ragged_route(ids: Value, axes: Axes, ways: int, experts: int, room: int) -> RaggedRoute:

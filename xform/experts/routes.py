@@ -1,10 +1,10 @@
 """How choices of tokens get to the devices of their experts, and what these give back to the tokens.
 
-    rows[s] = all_to_all x[choice of s]          z[choice] = all_to_all out[slot of choice]
+    rows[slot] = all_to_all x[choice of slot]          z[choice] = (all_to_all out)[slot of choice]
 
-A device has so many slots for each of the devices that experts lie over. What a route takes there and what it
-brings back are transposes of each other, so each has the other as its derivative; nothing is added up at an
-index. The functions are for the inside of a manual region over these axes.
+A device has so many slots for each of the devices that experts lie over. The gradient of what a route takes
+there is what it brings back; nothing is added up at an index. The functions are for the inside of a manual
+region over these axes.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from xform.experts.combining import added
 from xform.trace import Value
 
 Axes = tuple[str, ...]
@@ -41,8 +42,8 @@ class Route:
         return _there(self.axes, of, x, self.choices, self.slots)
 
     def back(self, rows: Value) -> Value:
-        """What was made there of the row of each choice, [choices, ...]."""
-        return _back(self.axes, rows, self.choices, self.slots)
+        """Rows that were made there, in the slots here."""
+        return _exchanged(rows, self.axes, _ways(self.axes))
 
 
 def route(ids: Value, axes: Axes, ways: int, experts: int, room: int) -> Route:
@@ -92,32 +93,16 @@ def _there(axes: Axes, of: int, x: Value, choices: Value, slots: Value) -> Value
     return _exchanged(rows, axes, _ways(axes))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _back(axes: Axes, rows: Value, choices: Value, slots: Value) -> Value:
-    here = _exchanged(rows, axes, _ways(axes))
-    made: Value = here.at[slots].get(mode="fill", fill_value=0)
-    return made
-
-
 def _there_forward(axes: Axes, of: int, x: Value, choices: Value, slots: Value) -> tuple[Value, Any]:
     return _there(axes, of, x, choices, slots), (choices, slots)
 
 
 def _there_backward(axes: Axes, of: int, saved: Any, dy: Value) -> tuple[Value, None, None]:
-    found = _back(axes, dy, *saved)
-    return (found if of == 1 else found.reshape(-1, of, *dy.shape[1:]).sum(1)), None, None
-
-
-def _back_forward(axes: Axes, rows: Value, choices: Value, slots: Value) -> tuple[Value, Any]:
-    return _back(axes, rows, choices, slots), (choices, slots)
-
-
-def _back_backward(axes: Axes, saved: Any, dy: Value) -> tuple[Value, None, None]:
-    return _there(axes, 1, dy, *saved), None, None
+    _, slots = saved
+    return added(_exchanged(dy, axes, _ways(axes)), slots.reshape(-1, of)), None, None
 
 
 _there.defvjp(_there_forward, _there_backward)
-_back.defvjp(_back_forward, _back_backward)
 
 
 # ---------------------------------------------------------------- on one device
@@ -136,8 +121,7 @@ def _ordered_forward(x: Value, order: Value, back: Value, of: int) -> tuple[Valu
 
 def _ordered_backward(of: int, saved: Sequence[Value], dy: Value) -> tuple[Value, None, None]:
     order, back = saved
-    found = ordered(dy, back, order, 1)
-    return (found if of == 1 else found.reshape(-1, of, *dy.shape[1:]).sum(1)), None, None
+    return (ordered(dy, back, order, 1) if of == 1 else added(dy, back.reshape(-1, of))), None, None
 
 
 ordered.defvjp(_ordered_forward, _ordered_backward)

@@ -88,7 +88,7 @@ class Sent:
 
     def ring(self, differentiated: bool) -> float:
         k = self.choices
-        summed = self.made if self.how.combine.steps else k * self.made
+        summed = self.made if self.how.combine.out else k * self.made
         there = k * NUMBER + self.token + k * (self.choice + self.gates)
         back = self.float_token + k * (self.float_choice + self.gates)
         total = there + summed + (there + summed + back if differentiated else 0)
