@@ -53,13 +53,13 @@ def chosen(w: Any, x: Any) -> Any:
 def by_product(w: Any, x: Any) -> Any:
     gates, numbers = chosen(w, x)
     out, order = sorted_by(w, x, numbers, lambda *rows: swiglu(w, *rows))
-    return x + jnp.einsum("btk,btke->bte", gates, out[jnp.argsort(order)].reshape(B, -1, K, D))
+    return x + jnp.einsum("btk,btke->bte", gates, out[jnp.argsort(order)].reshape(*numbers.shape, D))
 
 
 def by_sum(w: Any, x: Any) -> Any:
     gates, numbers = chosen(w, x)
     out, order = sorted_by(w, x, numbers, lambda *rows: swiglu(w, *rows))
-    out = out[jnp.argsort(order)].reshape(B, -1, K, D)
+    out = out[jnp.argsort(order)].reshape(*numbers.shape, D)
     return x + (out * gates[..., None]).sum(2)
 
 
@@ -68,14 +68,14 @@ def weighed_inside(w: Any, x: Any) -> Any:
     gates, numbers = chosen(w, x)
     out, order = sorted_by(w, x, numbers, lambda *rows: swiglu(w, *rows))
     out = out * gates.reshape(-1)[order][:, None]
-    return jnp.zeros((B * x.shape[1], D)).at[order // K].add(out).reshape(x.shape) + x
+    return jnp.zeros((x.shape[0] * x.shape[1], D)).at[order // K].add(out).reshape(x.shape) + x
 
 
 def not_added_up(w: Any, x: Any) -> Any:
     """What is made of a token's choices is more than a sum."""
     gates, numbers = chosen(w, x)
     out, order = sorted_by(w, x, numbers, lambda *rows: swiglu(w, *rows))
-    out = out[jnp.argsort(order)].reshape(B, -1, K, D)
+    out = out[jnp.argsort(order)].reshape(*numbers.shape, D)
     return x + jnp.max(out * gates[..., None], axis=2)
 
 
@@ -86,7 +86,7 @@ def some_dropped(w: Any, x: Any) -> Any:
     numbers = jnp.where(numbers == experts - 1, experts, numbers)
     fill: Any = {"mode": "fill", "fill_value": 0.5}
     out, order = sorted_by(w, x, numbers, lambda *rows: swiglu(w, *rows, **fill) + 0.25)
-    return x + jnp.einsum("btk,btke->bte", gates, out[jnp.argsort(order)].reshape(B, -1, K, D))
+    return x + jnp.einsum("btk,btke->bte", gates, out[jnp.argsort(order)].reshape(*numbers.shape, D))
 
 
 def another_ones_bias(w: Any, x: Any) -> Any:
@@ -96,7 +96,7 @@ def another_ones_bias(w: Any, x: Any) -> Any:
     numbers = jnp.where(numbers == experts - 1, experts, numbers)
     made = lambda rows, counts, ids: swiglu(w, rows, counts, jnp.minimum(ids, experts - 1))  # noqa: E731
     out, order = sorted_by(w, x, numbers, made)
-    return x + jnp.einsum("btk,btke->bte", gates, out[jnp.argsort(order)].reshape(B, -1, K, D))
+    return x + jnp.einsum("btk,btke->bte", gates, out[jnp.argsort(order)].reshape(*numbers.shape, D))
 
 
 WRITTEN = {f.__name__: f for f in (by_product, by_sum, weighed_inside, not_added_up, some_dropped)}
@@ -137,17 +137,27 @@ def operations(program: Any) -> list[Any]:
     return [op for op in found if isinstance(op, DispatchForward | DispatchBackward)]
 
 
-@pytest.mark.parametrize("collectives", ["explicit", "auto"])
-@pytest.mark.parametrize("layer", WRITTEN.values(), ids=WRITTEN)
+@pytest.mark.parametrize(
+    "layer, collectives",
+    [*((layer, "explicit") for layer in WRITTEN.values()), (by_product, "auto"), (some_dropped, "auto")],
+)
 def test_tokens_go_around_and_come_back_however_they_are_put_together(layer: Any, collectives: Any) -> None:
     program = held(layer, weights(), planned(collectives=collectives, dispatch="ring"))
     assert {op.axes for op in operations(program)} == {("expert",)}
     assert ("more than a sum" in said(program, "declined")) == (layer is not_added_up)
 
 
-@pytest.mark.parametrize("collectives", ["explicit", "auto"])
-@pytest.mark.parametrize("layer", [by_product, some_dropped, weighed_inside])
-@pytest.mark.parametrize("dispatch", ["all_to_all", "ragged_all_to_all"])
+@pytest.mark.parametrize(
+    "dispatch, layer, collectives",
+    [
+        ("all_to_all", by_product, "auto"),
+        ("all_to_all", weighed_inside, "explicit"),
+        ("all_to_all", some_dropped, "explicit"),
+        ("ragged_all_to_all", by_product, "explicit"),
+        ("ragged_all_to_all", weighed_inside, "auto"),
+        ("ragged_all_to_all", some_dropped, "explicit"),
+    ],
+)
 def test_each_choice_goes_to_its_expert(dispatch: Any, layer: Any, collectives: Any) -> None:
     held(layer, weights(), planned(collectives=collectives, dispatch=dispatch, capacity=9.0))
 
@@ -184,7 +194,7 @@ def test_meshes(mesh: Any, experts: int, dispatch: Any) -> None:
         assert sent and f"tokens: {dispatch}" in said(program)
 
 
-@pytest.mark.parametrize("dispatch", ["ring", "all_to_all", "ragged_all_to_all"])
+@pytest.mark.parametrize("dispatch", ["ring", "all_to_all"])
 def test_what_is_another_experts_is_looked_up_where_all_have_it(dispatch: Any) -> None:
     held(another_ones_bias, weights(), planned(dispatch=dispatch, capacity=9.0))
 
@@ -193,7 +203,7 @@ def test_a_number_that_may_be_negative() -> None:
     def layer(w: Any, x: Any, offset: int = -1) -> Any:
         gates, numbers = chosen(w, x)
         out, order = sorted_by(w, x, numbers + offset, lambda *rows: swiglu(w, *rows))
-        return x + jnp.einsum("btk,btke->bte", gates, out[jnp.argsort(order)].reshape(B, -1, K, D))
+        return x + jnp.einsum("btk,btke->bte", gates, out[jnp.argsort(order)].reshape(*numbers.shape, D))
 
     assert "none sent: the number of an expert may be negative" in said(held(layer, weights(), planned()))
     with pytest.raises(PlanError, match=r"experts.dispatch = 'ring' \(.*test_experts_dispatch.py.*negative"):
@@ -214,3 +224,69 @@ def test_what_is_sent_is_what_is_planned(dispatch: Any) -> None:
                 kinds[each.kind] += int(each.total)
         assert set(kinds) == ({"all-gather", "reduce-scatter"} if dispatch == "ring" else {"all-to-all"})
         assert f"{dispatch}: {amount(sum(kinds.values()))} a device, {passes}, over expert" in said(program)
+
+
+# ---------------------------------------------------------------- with other passes
+
+
+def deep(w: Any, x: Any) -> Any:
+    """Layers in a loop, each of experts."""
+    return jax.lax.scan(lambda y, layer: (by_product(layer, y), None), x, w)[0]
+
+
+LAYERS = 4
+STACK = jax.tree.map(lambda *xs: np.stack(xs), *(weights() for _ in range(LAYERS)))
+
+
+@pytest.mark.parametrize(
+    "mesh, more, dispatch",
+    [
+        (MESH, Remat(policy="full"), "all_to_all"),
+        (MESH, Accumulate(steps=2), "ring"),
+        ({"stage": 2, "fsdp": 2, "expert": 2}, Pipeline(microbatches=2, schedule="1f1b"), "all_to_all"),
+        ({"stage": 2, "expert": 2, "tensor": 2}, Pipeline(microbatches=2, schedule="gpipe"), "ring"),
+    ],
+    ids=lambda each: type(each).__name__,
+)
+def test_whole_steps(mesh: Any, more: Any, dispatch: Any) -> None:
+    x = np.repeat(X, 2, axis=0)
+    program = held_steps(STACK, x, planned(mesh, dispatch=dispatch, more=[more], axes={"batch": "[1][0]"}))
+    assert {op.axes for op in operations(program)} == {("expert",)}
+
+
+def held_steps(w: Any, x: Any, plan: Plan) -> Any:
+    def loss(w: Any, x: Any) -> Any:
+        return jnp.mean(jnp.sin(deep(w, x)) ** 2)
+
+    step = jax.value_and_grad(loss)
+    with jax.enable_x64(True):
+        want, ours = jax.jit(step)(w, x), parallelize(step, plan)
+        got, program = ours(w, x), ours.trace(w, x)
+    for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
+        assert np.abs(a - b).max() <= 1e-12 * np.abs(a).max()
+    return program
+
+
+@pytest.mark.parametrize("name", ["mixtral", "deepseek"])
+def test_a_kernel_runs_inside_models(name: str) -> None:
+    fn, args = {"mixtral": mixtral, "deepseek": deepseek}[name].loss(batch=8, length=16, abstract=False)
+    step = jax.value_and_grad(fn)
+    plan = planned(more=[Kernels(interpret=True, only=("experts",))], dispatch="ring")
+    ours = parallelize(step, plan)
+    assert "by a kernel: megablox" in "\n".join(str(ours.trace(*args).report).splitlines())
+    for a, b in zip(jax.tree.leaves(jax.jit(step)(*args)), jax.tree.leaves(ours(*args)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5 * float(jnp.abs(a).max()))
+
+
+def test_quantized_products_have_ranges_of_a_device() -> None:
+    """As far from floats as without devices: each has its own largest numbers."""
+    x = np.repeat(X, 8, axis=1)
+    step = stepped(by_product)
+    w = jax.tree.map(jnp.float32, weights())
+    exact = jax.jit(step)(w, jnp.float32(x))
+    plan = planned(more=[Quantize(recipe="int8")], dispatch="all_to_all", axes={"batch": "[1][0]"})
+    ours = parallelize(step, plan)
+    program = ours.trace(w, jnp.float32(x))
+    assert operations(program) and "int8" in str(program.jaxpr)
+    for a, b in zip(jax.tree.leaves(exact), jax.tree.leaves(ours(w, jnp.float32(x))), strict=True):
+        assert 0 < np.abs(a - b).max() <= 0.1 * np.abs(a).max()
