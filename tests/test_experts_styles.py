@@ -220,6 +220,61 @@ def a_threshold(x, router, up, bias, down):
     return jnp.einsum("blxf,xfd,blx->bld", h, down, g)
 
 
+# ---------------------------------------------------------------- in turns
+
+TURNS = [
+    "python_loop",
+    "python_loop_where",
+    "scanned",
+    "fori_over_experts",
+    "loop_over_weights_of_their_own",
+    "one_selection",
+    "stacked_in_linen",
+    "mapped_over_buffers",
+]
+
+
+@pytest.mark.parametrize("name", TURNS)
+def test_experts_that_take_turns_as_others_write_them(name):
+    spelled = SPELLINGS[name]
+    new = held(spelled.fn, *in_float64(spelled.args, 4))
+    assert not any(eqn.primitive.name in ("scan", "while") for eqn in ran(new))
+
+
+def test_a_loop_that_puts_results_over_earlier_ones_keeps_the_last():
+    """Backwards, with experts that are not all there: what none has is what there was."""
+
+    def layer(x, ids, up):
+        def turn(y, each):
+            w, e = each
+            return jnp.where((ids == e)[:, None], jnp.tanh(x @ w), y), None
+
+        return jax.lax.scan(turn, jnp.sin(x), (up, jnp.arange(E)), reverse=True)[0]
+
+    x, ids = drawn(5, L, D), np.array([0, 9, 3, -1, 5, 5, 2])
+    held(layer, x, ids, drawn(6, E, D, D))
+
+
+def after_another(x, router, up, bias, down):
+    """What an expert gives makes less of what those before it gave."""
+    numbers = jnp.argmax(x @ router, -1)
+
+    def turn(y, each):
+        e, w, v = each
+        return 0.5 * y + jnp.where((numbers == e)[..., None], jnp.tanh(x @ w) @ v, 0), None
+
+    return jax.lax.scan(turn, jnp.zeros_like(x), (jnp.arange(E), up, down))[0]
+
+
+def unlike(x, router, up, bias, down):
+    """The last expert does something else."""
+    numbers, y = jnp.argmax(x @ router, -1), jnp.zeros_like(x)
+    for e in range(E):
+        f = jnp.sin if e == E - 1 else jnp.tanh
+        y = y + jnp.where((numbers == e)[..., None], f(x @ up[e]) @ down[e], 0)
+    return y
+
+
 # ---------------------------------------------------------------- what is none
 
 SOFT = "a token takes something of experts that it did not choose"
@@ -230,6 +285,8 @@ NEAR = {
     "a bias of those that were sent nothing": (all_of(lambda g: g, scaled=True), SOFT),
     "experts meet": (experts_that_meet, "comes back to tokens in several ways"),
     "a threshold": (a_threshold, "is the number of one"),
+    "one after another": (after_another, "an expert needs what another one makes"),
+    "experts that are unlike": (unlike, "experts are not alike"),
 }
 
 

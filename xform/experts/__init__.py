@@ -2,7 +2,8 @@
 
 `reading` finds where tokens are sorted by expert and what is done until they are back, `numbers` what is made
 of the experts' numbers alone; `operation` is all of it as one equation, right for any number of tokens.
-`raised` finds the other ways to write it: `capacity`, `dense`.
+`raised` finds the other ways to write it: `capacity`, `dense`, and `turns`, which makes of
+loops over experts what `dense` reads.
 """
 
 from xform.experts.operation import Middle, Sorted

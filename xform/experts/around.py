@@ -162,7 +162,7 @@ class _Region:
 
     def _is_inside(self, v: Var) -> bool:
         if v in self.static:
-            return bool(factors(self.scope, v)) and v in self.view.makers
+            return v in self.view.makers
         own = factors(self.scope, v)
         if v in self.weights or self.experts not in own or not own & self.tokens:
             return False
