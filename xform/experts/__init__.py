@@ -2,8 +2,8 @@
 
 `reading` finds where tokens are sorted by expert and what is done until they are back, `numbers` what is made
 of the experts' numbers alone; `operation` is all of it as one equation, right for any number of tokens.
-`raised` finds the other ways to write it: `capacity`, `dense`, and `turns`, which makes of
-loops over experts what `dense` reads.
+`raised` finds the other ways to write it: `capacity` (places that masks give), `dense` (all experts, and a
+choice), `turns` (loops, made what `dense` reads) and `lookups` (weights of each token).
 """
 
 from xform.experts.operation import Middle, Sorted

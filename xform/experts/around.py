@@ -65,7 +65,7 @@ class Around:
         labels: list[Labels] = [
             [[f for f in dim if f.size > 1] for dim in self.scope[v]] for v in part.invars
         ]
-        return single(part, labels, self.experts, tokens)
+        return single(part, labels, (self.experts, *tokens), (self.experts,))
 
     def kind(self, v: Var, tokens: Sequence[Factor]) -> str:
         """What an operand is of: of each token and expert, token, expert, or of all."""

@@ -110,7 +110,7 @@ def chosen(view: View, scope: Scope, masks: Sequence[Var], tokens: Sequence[Fact
     """What chose, of what masks follow from. Raises Decline where nothing is found, or what is found has
     other axes than tokens.
     """
-    found = _sources(view, masks)
+    found = sources(view, masks)
     if not found:
         raise Decline("nothing that says which expert a token goes to is the number of one")
     makers = [view.maker(v) for v in found]
@@ -134,7 +134,7 @@ def _among(eqn: JaxprEqn) -> int:
     return int(x[axis])
 
 
-def _sources(view: View, masks: Sequence[Var]) -> list[Var]:
+def sources(view: View, masks: Sequence[Var]) -> list[Var]:
     """The nearest numbers that were chosen, or that the program was given."""
     found: dict[Var, None] = {}
     seen: set[Var] = set()
@@ -257,8 +257,8 @@ class Drawing:
 
     def _is_apart(self, v: Var) -> bool:
         """Whether a choice is made of what earlier ones left, which are its ancestors."""
-        sources = self.chose.sources
-        earlier = {self.view.makers[w] for w in sources[: sources.index(v)] if w in self.view.makers}
+        before = self.chose.sources[: self.chose.sources.index(v)]
+        earlier = {self.view.makers[w] for w in before if w in self.view.makers}
         return bool(earlier & self.view.ancestors([v]))
 
 

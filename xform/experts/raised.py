@@ -15,8 +15,8 @@ from collections.abc import Iterator
 import jax
 
 from xform.errors import Decline
-from xform.experts import capacity, dense
-from xform.experts.around import Around, around
+from xform.experts import capacity, dense, lookups
+from xform.experts.around import around
 from xform.experts.turns import turns
 from xform.higher_order import is_plain_jit
 from xform.raising.choosing import CHOICES, COMPARISONS, is_float
@@ -60,9 +60,8 @@ def _at_once(jaxpr: Jaxpr, name: str, report: Report) -> Jaxpr:
     heard, right = Report(), set[str]()
     tried = placed(jaxpr, [t.within(scope) for scope, t in tries.items() if t.claim is not None])
     if tried is not jaxpr:
-        for region, _ in _found(tried, name, heard):
-            names = "/".join(region.view.names[n] for n in region.eqns)
-            right |= set(names.split("/")) & tries.keys()
+        for names, _ in _found(tried, name, heard):
+            right |= set("/".join(names).split("/")) & tries.keys()
     for scope, t in tries.items():
         if scope not in right:
             whys = (note.why for note in heard.of("declined") if note.where == t.line)
@@ -100,9 +99,9 @@ def _of_turns(sending: Sending) -> Iterator[Product]:
                 break
 
 
-def _found(jaxpr: Jaxpr, name: str, report: Report) -> Iterator[tuple[Around, Claim]]:
-    """All regions of products with experts' weights, and what stands in their place. The report is told of
-    each.
+def _found(jaxpr: Jaxpr, name: str, report: Report) -> Iterator[tuple[list[str], Claim]]:
+    """All regions of products with experts' weights: the names of their equations, and what stands in their
+    place. The report is told of each.
     """
     for sending in _sendings(jaxpr):
         view, (products, nears) = sending.view, sending.found()
@@ -113,12 +112,17 @@ def _found(jaxpr: Jaxpr, name: str, report: Report) -> Iterator[tuple[Around, Cl
         while left:
             first = left[0]
             try:
-                region = around(view, sending.scope, first, frozenset(sending.pure))
-                left = [p for p in left if p.number not in region.eqns]
-                claim = (capacity.claim if region.sent else dense.claim)(region)
+                if first.style == "gathered":
+                    eqns, claim = lookups.claim(sending, first)
+                else:
+                    region = around(view, sending.scope, first, frozenset(sending.pure))
+                    eqns = region.eqns
+                    left = [p for p in left if p.number not in eqns]
+                    claim = (capacity.claim if region.sent else dense.claim)(region)
             except Decline as why:
                 left = [p for p in left if p is not first]
                 report.declined(name, WHAT, str(why), view.line(first.number))
                 continue
             report.did(name, f"{WHAT} takes tokens sorted by expert", "", view.line(first.number))
-            yield region, claim
+            left = [p for p in left if p.number not in eqns]
+            yield [view.names[n] for n in eqns], claim

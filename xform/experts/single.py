@@ -9,7 +9,7 @@ of tokens and experts are of size 1 then. The experts' may be summed over at its
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -35,23 +35,23 @@ class _One(Split):
         return n // self.whole
 
 
-def single(part: Jaxpr, labels: Sequence[Labels], experts: Factor, tokens: Sequence[Factor]) -> Jaxpr:
+def single(
+    part: Jaxpr, labels: Sequence[Labels], axes: Sequence[Factor], summed: Collection[Factor]
+) -> Jaxpr:
     """The program for one of each axis. labels: the axes of its inputs. Raises Decline, with the line, where
-    it does more than treat each alone, and sum over the experts.
+    it does more than treat each alone, and sum over some at the end.
     """
     left = [[list(dim) for dim in own] for own in labels]
-    for axis in (experts, *tokens):
+    for axis in axes:
         scope = find_axes(part).root
         found = _found(part, scope, left, axis)
         if found is None:
             continue  # gone with another
         own, there = found
-        if axis is experts and own != [experts]:
-            raise Decline("experts are not an axis of their own")
-        if not set(own) <= {experts, *tokens}:
-            raise Decline("tokens are not an axis of their own")
+        if not set(own) <= set(axes) or len({f in summed for f in own}) > 1:
+            raise Decline("tokens and experts are not axes of their own")
         part, outs = _along(part, scope, there)
-        if any(not s.is_rows and (axis is not experts or s.kind != "sum") for s in outs):
+        if any(not s.is_rows and (axis not in summed or s.kind != "sum") for s in outs):
             raise Decline("what comes of it is no value of each token, or no sum over the experts")
         left = [[[f for f in dim if f not in own] for dim in dims] for dims in left]
     return part
