@@ -192,6 +192,18 @@ def test_all_experts_as_others_write_them(name):
     held(spelled.fn, *in_float64(spelled.args, 4))
 
 
+def test_the_first_of_what_is_sorted_are_chosen():
+    def layer(x, router, up, bias, down):
+        scores = jax.nn.softmax(x @ router)
+        numbers = jnp.argsort(-scores, axis=-1)[..., :K]
+        weights = jnp.take_along_axis(scores, numbers, -1)
+        g = jnp.einsum("blk,blkx->blx", weights, jax.nn.one_hot(numbers, E))
+        h = jax.nn.relu(jnp.einsum("bld,xdf->blxf", x, up) + bias)
+        return jnp.einsum("blxf,xfd,blx->bld", h, down, g)
+
+    held(layer, *ARGS)
+
+
 def all_of(gates, scaled=False):
     """A layer in which gates weigh what experts make, or what they take."""
 
@@ -226,8 +238,8 @@ def a_threshold(x, router, up, bias, down):
 
 TURNS = [
     "python_loop",
-    "python_loop_where",
     "scanned",
+    "nested_selections",
     "fori_over_experts",
     "loop_over_weights_of_their_own",
     "one_selection",

@@ -23,7 +23,7 @@ import numpy as np
 from xform.axes import Factor
 from xform.errors import Decline
 from xform.experts.around import Around, factors, of_experts, of_tokens
-from xform.experts.choices import Chosen, Drawing, back, chosen, leading, mask_at
+from xform.experts.choices import Chosen, Drawing, Drawn, back, chosen, leading, mask_at
 from xform.experts.operation import TOKEN, Middle, Sorted
 from xform.experts.places import Places, Read, moments
 from xform.experts.rows import ALL, EXPERT, Operand, middle
@@ -36,14 +36,16 @@ TOLERANCE = 1e-5
 """Of sums in float32 that have one term that is not zero."""
 
 
-def claim(around: Around) -> Claim:
-    """What stands in the place of the region. Raises Decline for what is not right."""
+def claim(around: Around, drawn: Drawn) -> Claim:
+    """What stands in the place of the region. drawn: what came out of drawings so far. Raises Decline for
+    what is not right.
+    """
     around.leave()
     masks = _masks(around)
     chose = chosen(
         around.view, around.scope, [masks.dispatch, masks.combine], masks.tokens, around.experts.size
     )
-    _check(masks, chose)
+    _check(masks, chose, drawn)
     return _Raised(masks, chose).claim()
 
 
@@ -124,11 +126,11 @@ def _shapes(masks: _Masks, first: JaxprEqn) -> None:
 # ---------------------------------------------------------------- held to numbers drawn at random
 
 
-def _check(masks: _Masks, chose: Chosen) -> None:
+def _check(masks: _Masks, chose: Chosen, drawn: Drawn) -> None:
     """Raises Decline where masks do not say which token has which place."""
     experts = masks.around.experts
     needed = _read_by(masks)
-    drawing = Drawing(chose, list(needed.taken))
+    drawing = Drawing(chose, list(needed.taken), drawn)
     weights = moments(masks.places.size, 7)
 
     def check(read: Read, ids: Value) -> Any:

@@ -21,15 +21,30 @@ import numpy as np
 from xform.axes import Factor, Scope
 from xform.errors import Decline
 from xform.experts.numbers import is_whole, own_value
-from xform.raising.flat import View, dtype_of
+from xform.raising.flat import View, dtype_of, place_of
 from xform.raising.following import static
 from xform.raising.indices import SAME
 from xform.tensors.runs import taken_out
-from xform.trace import Atom, DropVar, Jaxpr, JaxprEqn, Literal, Value, Var, eval_jaxpr, has_effects, shape_of
+from xform.trace import (
+    Atom,
+    DropVar,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    ShapedArray,
+    Value,
+    Var,
+    eval_jaxpr,
+    has_effects,
+    shape_of,
+)
 
 CHOICES = frozenset(("top_k", "approx_top_k", "argmax", "argmin"))
 
 DRAWINGS = 3
+
+Drawn = dict[Any, list[Any]]
+"""What came out of drawings, by the program that they were put in."""
 
 
 # ---------------------------------------------------------------- axes in front
@@ -113,25 +128,35 @@ def chosen(view: View, scope: Scope, masks: Sequence[Var], tokens: Sequence[Fact
     found = sources(view, masks)
     if not found:
         raise Decline("nothing that says which expert a token goes to is the number of one")
-    makers = [view.maker(v) for v in found]
-    bounded = all(eqn is not None and _among(eqn) == experts for eqn in makers)
-    inside = set(tokens)
-    for v in found:
+    among = [_choice(view, v) for v in found]
+    bounded = all(choice is not None and choice[0] == experts for choice in among)
+    for v, choice in zip(found, among, strict=True):
         own = {f for dim in scope[v] for f in dim if f.size > 1}
-        several = eqn.primitive.name if (eqn := view.maker(v)) is not None else ""
-        if own - inside and not ("top_k" in several or eqn is None or not bounded):
+        if own - set(tokens) and choice is not None and choice[1] is None:
             raise Decline("numbers of experts have other axes than tokens")
-    sorted_out = len(found) == 1 and bounded
-    return Chosen(view, scope, tuple(found), tuple(tokens), experts, bounded, sorted_out)
+    apart = len(found) == 1 and bounded
+    return Chosen(view, scope, tuple(found), tuple(tokens), experts, bounded, apart)
 
 
-def _among(eqn: JaxprEqn) -> int:
-    """Among how many it chooses; 0 for what is no choice."""
-    if eqn.primitive.name not in CHOICES:
-        return 0
-    p, x = eqn.params, shape_of(eqn.invars[0])
-    (axis,) = p.get("axes") or (p.get("axis", p.get("reduction_dimension", -1)),)
-    return int(x[axis])
+def _choice(view: View, v: Atom) -> tuple[int, int | None] | None:
+    """Among how many a number was chosen, and along which dimension several are; None for what is none."""
+    eqn = view.maker(v)
+    if eqn is None:
+        return None
+    name, p = eqn.primitive.name, eqn.params
+    if name in CHOICES:
+        x = shape_of(eqn.invars[0])
+        (axis,) = p.get("axes") or (p.get("axis", p.get("reduction_dimension", -1)),)
+        return x[axis], axis % len(x) if "top_k" in name else None
+    if name == "slice" and (made := view.maker(eqn.invars[0])) is not None and made.primitive.name == "sort":
+        whole, d = _choice(view, eqn.invars[0]), made.params["dimension"]
+        cut = [k for k, n in enumerate(shape_of(v)) if n != shape_of(eqn.invars[0])[k]]
+        return whole if cut == [d] and p["strides"] is None else None
+    if name == "sort" and p["num_keys"] == 1:
+        d, line = p["dimension"], view.maker(eqn.invars[place_of(eqn, v)])
+        numbered = line is not None and line.primitive.name == "iota" and line.params["dimension"] == d
+        return (shape_of(v)[d], d) if numbered else None
+    return None
 
 
 def sources(view: View, masks: Sequence[Var]) -> list[Var]:
@@ -146,7 +171,7 @@ def sources(view: View, masks: Sequence[Var]) -> list[Var]:
             continue
         seen.add(v)
         eqn = view.maker(v)
-        if is_whole(v) and (eqn is None or eqn.primitive.name in CHOICES or _is_table(eqn)):
+        if is_whole(v) and (eqn is None or _choice(view, v) is not None or _is_table(eqn)):
             found[v] = None
         elif eqn is not None and eqn.primitive.name not in CHOICES:
             todo += eqn.invars
@@ -164,11 +189,11 @@ def _is_table(eqn: JaxprEqn) -> bool:
 class Drawing:
     """Values of a view for numbers of experts and all else drawn at random, one drawing for each number.
 
-    `read` gives those that were asked for.
+    `read` gives those that were asked for. drawn: what came out before, of layers that are alike.
     """
 
-    def __init__(self, chose: Chosen, wanted: Sequence[Var]) -> None:
-        self.chose, self.view = chose, chose.view
+    def __init__(self, chose: Chosen, wanted: Sequence[Var], drawn: Drawn) -> None:
+        self.chose, self.view, self.drawn = chose, chose.view, drawn
         self.wanted = tuple(dict.fromkeys(v for v in wanted if isinstance(v, Var)))
         self.static = static(self.view)
         self.follows = self._follows()
@@ -199,13 +224,26 @@ class Drawing:
             made |= dict(zip(self.wanted, eval_jaxpr(self.part, *args), strict=True))
             return check(made.__getitem__, self.chose.ids(made.__getitem__))
 
-        found = []
         with jax.ensure_compile_time_eval(), jax.default_device(jax.devices("cpu")[0]):
-            for seed in range(DRAWINGS):
-                given = self._given(seed)
-                args = [given[v] for v in self.part.invars]
-                found.append(jax.tree.map(np.asarray, jax.jit(run)(*args)))
-        return found
+            traced = jax.jit(run).trace(*(ShapedArray(shape_of(v), dtype_of(v)) for v in self.part.invars))
+            text = str(traced.jaxpr), *(np.asarray(x).tobytes() for x in traced.jaxpr.consts)
+            key = text, *map(self._kind, self.part.invars)
+            if key not in self.drawn:
+                compiled = traced.lower().compile()
+                given = map(self._given, range(DRAWINGS))
+                made = [compiled(*(each[v] for v in self.part.invars)) for each in given]
+                self.drawn[key] = jax.tree.map(np.asarray, made)
+        return self.drawn[key]
+
+    def _kind(self, v: Var) -> Any:
+        """What is drawn for an input."""
+        if v in self.chose.sources:
+            eqn, number = self.view.maker(v), self.chose.sources.index(v)
+            name = None if eqn is None else eqn.primitive.name
+            return number, name, _choice(self.view, v), self._is_apart(v)
+        if v in self.static:
+            return np.asarray(own_value(self.view, v)).tobytes()
+        return is_positive(self.view, v)
 
     def _given(self, seed: int) -> dict[Var, Any]:
         rng = np.random.default_rng(seed)
@@ -232,26 +270,22 @@ class Drawing:
         """Numbers of experts, not evenly drawn, so that some have many tokens."""
         before: list[Any] = []
         for v in self.chose.sources:
-            shape, dtype, eqn = shape_of(v), dtype_of(v), self.view.maker(v)
-            if eqn is None or eqn.primitive.name not in CHOICES:
+            shape, dtype, choice = shape_of(v), dtype_of(v), _choice(self.view, v)
+            if choice is None:
                 low, high = (rng.integers(-1, self.chose.experts + 1, shape) for _ in range(2))
                 low = low if dtype.kind == "i" else np.maximum(low, 0)
                 before.append(np.minimum(np.maximum(low, high * (seed > 0)), high).astype(dtype))
                 continue
-            several = "top_k" in eqn.primitive.name
-            axis = (
-                eqn.params.get("axis", eqn.params.get("reduction_dimension", -1)) if several else len(shape)
-            )
-            axis = axis % len(shape) if several else axis
-            rest = [n for d, n in enumerate(shape) if not several or d != axis]
-            scores = rng.random((*rest, _among(eqn))) + 0.4 * seed * rng.random(_among(eqn))
+            among, axis = choice
+            rest = [n for d, n in enumerate(shape) if d != axis]
+            scores = rng.random((*rest, among)) + 0.4 * seed * rng.random(among)
             if seed == DRAWINGS - 1:  # all tokens choose alike
                 scores = np.broadcast_to(scores.reshape(-1, scores.shape[-1])[0], scores.shape).copy()
             for other in before:
-                if other.shape == shape and not several and self._is_apart(v):
+                if other.shape == shape and axis is None and self._is_apart(v):
                     np.put_along_axis(scores, other[..., None], -1, -1)
             order = np.argsort(-scores, -1, kind="stable")
-            ids = np.moveaxis(order[..., : shape[axis]], -1, axis) if several else order[..., 0]
+            ids = order[..., 0] if axis is None else np.moveaxis(order[..., : shape[axis]], -1, axis)
             before.append(ids.astype(dtype))
         return before
 

@@ -20,7 +20,7 @@ import numpy as np
 from xform.axes import Factor
 from xform.errors import Decline
 from xform.experts.around import Around, factors, given, operands
-from xform.experts.choices import Chosen, Drawing, back, canonical, chosen, mask_at, spans
+from xform.experts.choices import Chosen, Drawing, Drawn, back, canonical, chosen, mask_at, spans
 from xform.experts.operation import CHOICE, Sorted
 from xform.experts.places import Read
 from xform.experts.rows import Operand, middle
@@ -34,14 +34,16 @@ from xform.trace import Jaxpr, JaxprEqn, Value, Var, bind, shape_of, source_line
 SOFT = "a token takes something of experts that it did not choose"
 
 
-def claim(around: Around) -> Claim:
-    """What stands in the place of the region. Raises Decline for what is not right."""
+def claim(around: Around, drawn: Drawn) -> Claim:
+    """What stands in the place of the region. drawn: what came out of drawings so far. Raises Decline for
+    what is not right.
+    """
     around.leave()
     if len(around.ends) != 1:
         raise Decline("what experts make comes back to tokens in several ways")
     last = around.view.eqns[around.ends[0]]
     if last.primitive.name == "gather" and last.invars[0] in around.made:
-        return _picked(around, last)
+        return _picked(around, last, drawn)
     (out,) = last.outvars
     tokens = _in_order(around, out)
     part, takes = around.part(sorted(around.eqns), [out])
@@ -51,7 +53,7 @@ def claim(around: Around) -> Claim:
     if not masks:
         raise Decline(SOFT)
     chose = chosen(around.view, around.scope, list(masks), tokens, around.experts.size)
-    found, gate = _told(one, masks, chose, around.experts)
+    found, gate = _told(one, masks, chose, around.experts, drawn)
     kept = [(v, o) for v, o in zip(takes, taken, strict=True) if o.var not in found]
     return _summed(around, chose, out, one, found, kept, gate)
 
@@ -64,11 +66,13 @@ def _in_order(around: Around, out: Var) -> tuple[Factor, ...]:
 # ---------------------------------------------------------------- which masks say what
 
 
-def _told(one: Jaxpr, masks: Mapping[Var, Var], chose: Chosen, experts: Factor) -> tuple[Known, Var | None]:
+def _told(
+    one: Jaxpr, masks: Mapping[Var, Var], chose: Chosen, experts: Factor, drawn: Drawn
+) -> tuple[Known, Var | None]:
     """What is known of the program for one where a token is at an expert that it chose; and the gate that
     results are linear in, which is one then. Raises Decline where experts that were not chosen count.
     """
-    ends = _ends(list(masks), chose, experts)
+    ends = _ends(list(masks), chose, experts, drawn)
     off = {masks[v]: dtype_of(v).type(at[0][0]) for v, at in ends.items() if at[0][0] == at[0][1]}
     nothing = known(one, off)
     if any(not isinstance(v, Var) or v not in nothing or nothing[v] != 0 for v in one.outvars):
@@ -82,16 +86,16 @@ def _told(one: Jaxpr, masks: Mapping[Var, Var], chose: Chosen, experts: Factor) 
     return found, None
 
 
-def _ends(masks: Sequence[Var], chose: Chosen, experts: Factor) -> dict[Var, Any]:
+def _ends(masks: Sequence[Var], chose: Chosen, experts: Factor, drawn: Drawn) -> dict[Var, Any]:
     """The least and the greatest of each mask, of all drawings, where no choice is, and where one is."""
 
     def check(read: Read, ids: Value) -> Any:
         return [spans(canonical(v, read(v), chose, experts), ids, experts.size) for v in masks]
 
-    drawn = np.asarray(Drawing(chose, masks).values(check))  # [drawing, mask, chosen or not, 2]
-    if np.isnan(drawn).any():
+    found = np.asarray(Drawing(chose, masks, drawn).values(check))  # [drawing, mask, chosen or not, 2]
+    if np.isnan(found).any():
         raise Decline("masks of experts are not numbers")
-    both = np.stack([drawn[..., 0].min(0), drawn[..., 1].max(0)], -1)
+    both = np.stack([found[..., 0].min(0), found[..., 1].max(0)], -1)
     return dict(zip(masks, both, strict=True))
 
 
@@ -129,7 +133,7 @@ def _summed(
 # ---------------------------------------------------------------- what is looked up of all
 
 
-def _picked(around: Around, last: JaxprEqn) -> Claim:
+def _picked(around: Around, last: JaxprEqn, drawn: Drawn) -> Claim:
     """Of what all experts make, that of those that each token chose."""
     made, (out,) = last.invars[0], last.outvars
     assert isinstance(made, Var)
@@ -141,7 +145,7 @@ def _picked(around: Around, last: JaxprEqn) -> Claim:
         raise Decline("what experts make is masked before it is looked up")
     chose = chosen(around.view, around.scope, [last.invars[1]], tokens, around.experts.size)
     lead = _choices(around, chose, out)
-    _check_lookup(around, chose, last, lead)
+    _check_lookup(around, chose, last, lead, drawn)
     program = middle(one, taken, {}, chose.size * chose.choices, around.experts.size)
 
     def emit(values: Mapping[Var, Value]) -> Mapping[Var, Value]:
@@ -164,7 +168,9 @@ def _choices(around: Around, chose: Chosen, out: Var) -> tuple[Factor, ...]:
     return lead
 
 
-def _check_lookup(around: Around, chose: Chosen, last: JaxprEqn, lead: Sequence[Factor]) -> None:
+def _check_lookup(
+    around: Around, chose: Chosen, last: JaxprEqn, lead: Sequence[Factor], drawn: Drawn
+) -> None:
     """Raises Decline where a lookup gives anything but what a token's own experts make: of numbers in the
     place of what they make, and of one feature.
     """
@@ -185,7 +191,7 @@ def _check_lookup(around: Around, chose: Chosen, last: JaxprEqn, lead: Sequence[
         there = jnp.arange(chose.size)[:, None] * around.experts.size + ids
         return (got == back(there, own, lead, got.shape)).all()
 
-    if not all(map(bool, Drawing(chose, [at]).values(check))):
+    if not all(map(bool, Drawing(chose, [at], drawn).values(check))):
         raise Decline(f"what is looked up is of other experts than a token chose ({source_line(last)})")
 
 

@@ -20,7 +20,7 @@ import numpy as np
 from xform.axes import Factor
 from xform.errors import Decline
 from xform.experts.around import factors
-from xform.experts.choices import Drawing, back, chosen, leading, sources
+from xform.experts.choices import Drawing, Drawn, back, chosen, leading, sources
 from xform.experts.operation import CHOICE, TOKEN, Sorted
 from xform.experts.rows import ALL, EXPERT, Operand, middle
 from xform.experts.single import known, linear, single
@@ -36,16 +36,19 @@ from xform.tensors.runs import taken_out
 from xform.trace import Atom, DropVar, JaxprEqn, Literal, Value, Var, bind, shape_of, source_line
 
 
-def claim(sending: Sending, product: Product) -> tuple[frozenset[int], Claim]:
-    """The equations of a region, and what stands in its place. Raises Decline for what is not right."""
-    found = _Lookups(sending, product)
+def claim(sending: Sending, product: Product, drawn: Drawn) -> tuple[frozenset[int], Claim]:
+    """The equations of a region, and what stands in its place. drawn: what came out of drawings so
+    far. Raises Decline for what is not right.
+    """
+    found = _Lookups(sending, product, drawn)
     return found.eqns, found.claim()
 
 
 class _Lookups:
     """What is made of weights that are looked up by the same numbers as those of a product."""
 
-    def __init__(self, sending: Sending, product: Product) -> None:
+    def __init__(self, sending: Sending, product: Product, drawn: Drawn) -> None:
+        self.drawn = drawn
         self.view, self.scope, self.pure = sending.view, sending.scope, sending.pure
         self.same, self.static = Same(self.view), static(self.view)
         first = self._behind(product)
@@ -102,7 +105,7 @@ class _Lookups:
             made = [_numbers(self.view.eqns[n], read(v)) for n, v in pairs]
             return [(x.reshape(-1) == made[0].reshape(-1)).all() for x in made[1:]]
 
-        right = np.asarray(Drawing(chose, index).values(check)).all(0)
+        right = np.asarray(Drawing(chose, index, self.drawn).values(check)).all(0)
         return [n for n in others if n not in unsure or right[unsure.index(n)]]
 
     def _index(self, number: int) -> Var:
@@ -239,7 +242,11 @@ class _Lookups:
             return
         (index,) = (v for v in self.first.invars[1:] if isinstance(v, Var))
         chose = chosen(self.view, self.scope, [index], (*self.tokens, *self.choices), self.experts)
-        inside = Drawing(chose, [index]).values(lambda read, _: (self.ids(read(index)) < self.experts).all())
+
+        def check(read: Any, _: Value) -> Value:
+            return (self.ids(read(index)) < self.experts).all()
+
+        inside = Drawing(chose, [index], self.drawn).values(check)
         if not chose.bounded or not all(map(bool, inside)):
             line = source_line(self.first)
             raise Decline(f"weights are looked up by numbers that may be of no expert ({line})")

@@ -17,6 +17,7 @@ import jax
 from xform.errors import Decline
 from xform.experts import capacity, dense, lookups
 from xform.experts.around import around
+from xform.experts.choices import Drawn
 from xform.experts.turns import turns
 from xform.higher_order import is_plain_jit
 from xform.raising.choosing import CHOICES, COMPARISONS, is_float
@@ -43,15 +44,16 @@ def raised(jaxpr: Jaxpr, name: str, report: Report) -> Jaxpr:
     """The program with each mixture of experts as tokens sorted by expert; itself where there is none. The
     report is told of each, and of what nearly is one, under the name of a pass.
     """
-    given, jaxpr = jaxpr, _at_once(jaxpr, name, report)
-    claims = [claim for _, claim in _found(jaxpr, name, report)]
+    drawn: Drawn = {}
+    given, jaxpr = jaxpr, _at_once(jaxpr, name, report, drawn)
+    claims = [claim for _, claim in _found(jaxpr, name, report, drawn)]
     if not claims:
         return given
     with jax.named_scope("experts"):
         return placed(jaxpr, claims, report)
 
 
-def _at_once(jaxpr: Jaxpr, name: str, report: Report) -> Jaxpr:
+def _at_once(jaxpr: Jaxpr, name: str, report: Report, drawn: Drawn) -> Jaxpr:
     """The program with experts that take turns all at once, where that can be raised then: it is tried. The
     report is told where it cannot.
     """
@@ -60,7 +62,7 @@ def _at_once(jaxpr: Jaxpr, name: str, report: Report) -> Jaxpr:
     heard, right = Report(), set[str]()
     tried = placed(jaxpr, [t.within(scope) for scope, t in tries.items() if t.claim is not None])
     if tried is not jaxpr:
-        for names, _ in _found(tried, name, heard):
+        for names, _ in _found(tried, name, heard, drawn):
             right |= set("/".join(names).split("/")) & tries.keys()
     for scope, t in tries.items():
         if scope not in right:
@@ -99,7 +101,7 @@ def _of_turns(sending: Sending) -> Iterator[Product]:
                 break
 
 
-def _found(jaxpr: Jaxpr, name: str, report: Report) -> Iterator[tuple[list[str], Claim]]:
+def _found(jaxpr: Jaxpr, name: str, report: Report, drawn: Drawn) -> Iterator[tuple[list[str], Claim]]:
     """All regions of products with experts' weights: the names of their equations, and what stands in their
     place. The report is told of each.
     """
@@ -113,12 +115,12 @@ def _found(jaxpr: Jaxpr, name: str, report: Report) -> Iterator[tuple[list[str],
             first = left[0]
             try:
                 if first.style == "gathered":
-                    eqns, claim = lookups.claim(sending, first)
+                    eqns, claim = lookups.claim(sending, first, drawn)
                 else:
                     region = around(view, sending.scope, first, frozenset(sending.pure))
                     eqns = region.eqns
                     left = [p for p in left if p.number not in eqns]
-                    claim = (capacity.claim if region.sent else dense.claim)(region)
+                    claim = (capacity.claim if region.sent else dense.claim)(region, drawn)
             except Decline as why:
                 left = [p for p in left if p is not first]
                 report.declined(name, WHAT, str(why), view.line(first.number))

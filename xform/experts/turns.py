@@ -235,7 +235,7 @@ class _Loop:
             return total if rest is None else rest + total
         narrow, spread = peeled(self.body, c.mask)
         hits = _whole(_read(env, narrow), self.loop.length)
-        return overridden(x, hits, spread, rest, self.loop.reverse)
+        return put(x, last_of(hits, self.loop.reverse), spread, rest)
 
 
 def _read(env: Mapping[Var, _Each], v: Atom) -> _Each:
@@ -270,18 +270,20 @@ def peeled(view: View, mask: Atom) -> tuple[Atom, list[JaxprEqn]]:
     return mask, spread
 
 
-def overridden(
-    x: Value, hits: Value, spread: Sequence[JaxprEqn], rest: Value | None, reverse: bool = False
-) -> Value:
-    """The last of `x` that is hit, as a sum of all, each where it is the last; and the rest where none is.
-    spread: how a mask is broadcast.
-    """
+def last_of(hits: Value, reverse: bool = False) -> Value:
+    """Where each turn's mask holds and no later one's does."""
     later = jax.lax.cumsum(hits.astype(np.int32), 0, reverse=not reverse) - hits
-    alone = _Each(hits & (later == 0), True)
-    none = _Each(~hits.any(0))
+    return hits & (later == 0)
+
+
+def put(x: Value, alone: Value, spread: Sequence[JaxprEqn], rest: Value | None) -> Value:
+    """The sum of what turns make, each where it is alone; and the rest where none is. spread: how a mask is
+    broadcast.
+    """
+    here, none = _Each(alone, True), _Each(~alone.any(0))
     for eqn in spread:
-        (alone,), (none,) = _bound(eqn, [alone]), _bound(eqn, [none])
-    total = jnp.where(alone.value, x, 0).astype(x.dtype).sum(0).astype(x.dtype)
+        (here,), (none,) = _bound(eqn, [here]), _bound(eqn, [none])
+    total = jnp.where(here.value, x, 0).astype(x.dtype).sum(0).astype(x.dtype)
     return total if rest is None else total + jnp.where(none.value, rest, 0).astype(x.dtype)
 
 
@@ -298,8 +300,8 @@ def is_zero(view: View, atom: Atom) -> bool:
 @dataclasses.dataclass(frozen=True)
 class _Terms:
     """What a result is made of: what experts make, `added`; or put where a mask holds (`masks`, one each, of
-    later ones rather than of earlier ones; None: elsewhere); or side by side, along `axis`. rest: what else
-    is in it.
+    later ones rather than of earlier ones; None: elsewhere); or side by side, `joined`. rest: what else is in
+    it. order: which mask, or place, is that of each part.
     """
 
     parts: tuple[Atom, ...]
@@ -307,6 +309,7 @@ class _Terms:
     which: Atom | None = None
     joined: JaxprEqn | None = None
     rest: tuple[Atom, ...] = ()
+    order: tuple[int, ...] = ()
 
 
 class _Unrolled:
@@ -439,11 +442,22 @@ class _Unrolled:
                 terms = self._terms(out, bare)
                 if len(terms.parts) == self.count:
                     self._alike(terms.parts, plan)
-                    return terms, plan
+                    return self._ordered(terms, plan), plan
             except Decline:
                 if not bare:
                     raise
         raise Decline("experts are not alike")
+
+    def _ordered(self, terms: _Terms, plan: dict[tuple[int, ...], Any]) -> _Terms:
+        """The terms in the order of experts, as the first array has them that each takes an entry of."""
+        places: list[int] = next((how[2] for how in plan.values() if isinstance(how, tuple)), [])
+        if terms.joined is not None or sorted(places) != list(range(self.count)) or places == sorted(places):
+            return terms
+        order = sorted(range(self.count), key=places.__getitem__)
+        parts = tuple(terms.parts[n] for n in order)
+        plan.clear()
+        self._alike(parts, plan)
+        return dataclasses.replace(terms, parts=parts, order=tuple(order))
 
     def _together(
         self, terms: _Terms, plan: Mapping[Any, Any], x: Value, narrow: Sequence[Any], read: Any
@@ -455,14 +469,16 @@ class _Unrolled:
         rest = [read(v) for v in terms.rest if not is_zero(self.view, v)]
         if terms.which is not None:
             which, spread = narrow[0]
-            line = np.arange(self.count).reshape(-1, *[1] * len(shape_of(which)))
-            return overridden(x, read(which) == line.astype(read(which).dtype), spread, None)
+            line = np.asarray(terms.order or range(self.count)).reshape(-1, *[1] * len(shape_of(which)))
+            return put(x, read(which) == line.astype(read(which).dtype), spread, None)
         if not terms.masks:
             total = x.sum(0).astype(x.dtype)
             return sum(rest, total)
         own = self._made(tuple(v for v, _ in narrow), plan, {}, read)
-        hits = self._hits(terms, _whole(own, len(narrow)))
-        return overridden(x, hits, narrow[0][1], rest[0] if rest else None)
+        alone = last_of(self._hits(terms, _whole(own, len(narrow))))
+        if terms.order:
+            alone = jnp.stack([alone[n] for n in terms.order])
+        return put(x, alone, narrow[0][1], rest[0] if rest else None)
 
     def _hits(self, terms: _Terms, own: Value) -> Value:
         """The masks, of what is nested deepest first; that is where no other one is."""
