@@ -119,7 +119,7 @@ def gshard(x, router, up, bias, down):
     return jnp.einsum("gsec,egcm->gsm", combine, jnp.einsum("egch,ehm->egcm", h, down))
 
 
-CAPACITY = ["capacity_booleans", "gshard_with_two_experts", "vision"]
+CAPACITY = ["gshard_with_two_experts", "vision", "a_layer_in_a_scan_over_layers"]
 
 
 @pytest.mark.parametrize("fn", [maxtext, gshard], ids=lambda fn: fn.__name__)
@@ -178,7 +178,6 @@ DENSE = [
     "every_expert",
     "every_expert_then_taken",
     "vmapped_over_experts",
-    "all_experts_and_a_sum",
     "llama4",
     "hash_layer",
     "experts_side_by_side",
@@ -202,6 +201,10 @@ def test_the_first_of_what_is_sorted_are_chosen():
         return jnp.einsum("blxf,xfd,blx->bld", h, down, g)
 
     held(layer, *ARGS)
+
+
+def test_of_those_that_are_chosen_some_may_count_for_nothing():
+    held(all_of(lambda g: jnp.where(g > 0.3, 1.0, 0.0)), *ARGS)
 
 
 def all_of(gates, scaled=False):
@@ -315,6 +318,7 @@ def filled(x, router, up, bias, down):
 SOFT = "a token takes something of experts that it did not choose"
 NEAR = {
     "places that several have": (shared_places, "a place has several tokens"),
+    "little gates are none": (all_of(lambda g: (g > 1e-6) * 1.0 + 1e-9), SOFT),
     "places that meet": (places_that_meet, "cumsum: it goes along the batch"),
     "a little of all": (all_of(lambda g: g + 0.01), SOFT),
     "a bias of those that were sent nothing": (all_of(lambda g: g, scaled=True), SOFT),

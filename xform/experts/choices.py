@@ -43,6 +43,9 @@ CHOICES = frozenset(("top_k", "approx_top_k", "argmax", "argmin"))
 
 DRAWINGS = 3
 
+SIZES = (-12, 12)
+"""Powers of ten between which numbers are drawn."""
+
 Drawn = dict[Any, list[Any]]
 """What came out of drawings, by the program that they were put in."""
 
@@ -261,10 +264,10 @@ class Drawing:
             return rng.random(shape_of(v)) < 0.5
         if not jnp.issubdtype(dtype, jnp.floating):
             raise Decline("which expert a token goes to depends on other numbers than those of experts")
-        signed = not is_positive(self.view, v)
-        return jnp.asarray(
-            rng.standard_normal(shape_of(v)) if signed else rng.uniform(0.1, 1, shape_of(v)), dtype
-        )
+        x = 10.0 ** rng.uniform(*SIZES, shape_of(v))  # of all sizes, whatever it is compared with
+        if not is_positive(self.view, v):
+            x *= rng.choice((-1, 1), shape_of(v))
+        return jnp.asarray(x, dtype)
 
     def _ids(self, rng: Any, seed: int) -> list[Any]:
         """Numbers of experts, not evenly drawn, so that some have many tokens."""
@@ -274,6 +277,8 @@ class Drawing:
             if choice is None:
                 low, high = (rng.integers(-1, self.chose.experts + 1, shape) for _ in range(2))
                 low = low if dtype.kind == "i" else np.maximum(low, 0)
+                if seed == DRAWINGS - 1:
+                    low = high = np.full(shape, rng.integers(self.chose.experts))
                 before.append(np.minimum(np.maximum(low, high * (seed > 0)), high).astype(dtype))
                 continue
             among, axis = choice
@@ -307,7 +312,8 @@ def is_positive(view: View, atom: Atom, most: int = 40) -> bool:
     if name in ("exp", "logistic", "abs", "square"):
         return True
     if name in _KEEPS_SIGN or name in SAME:
-        return all(is_positive(view, v, most - 1) for v in eqn.invars[: 1 if name in _FIRST else None])
+        own = eqn.invars[:1] if name in _FIRST else eqn.invars[name == "select_n" :]
+        return all(is_positive(view, v, most - 1) for v in own)
     return False
 
 

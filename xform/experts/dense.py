@@ -123,7 +123,8 @@ def _summed(
         gates = ids < experts.size
         if gate is not None:
             gates = mask_at(canonical(gate, values[gate], chose, experts), ids, experts.size)
-        y = jnp.einsum("mj,mj...->m...", gates.reshape(ids.shape).astype(z.dtype), z)
+        gates = gates.reshape(ids.shape).astype(jnp.promote_types(gates.dtype, z.dtype))
+        y = jnp.einsum("mj,mj...->m...", gates, z)
         y = back(y, around.scope[out], chose.tokens, shape_of(out))
         return {out: y.astype(dtype_of(out))}
 

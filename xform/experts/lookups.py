@@ -185,7 +185,7 @@ class _Lookups:
             (z,) = apply(Sorted(program), ids, *args)
             if gate is not None:
                 gates = self._of_rows(takes[gate], values[takes[gate]], lead).reshape(ids.shape)
-                z = jnp.einsum("mj,mj...->m...", gates.astype(z.dtype), z)
+                z = jnp.einsum("mj,mj...->m...", gates, z)
             elif self.is_summed:
                 z = z.sum(1)
             own = self.tokens if self.is_summed else lead
