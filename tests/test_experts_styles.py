@@ -337,6 +337,15 @@ def test_what_is_nearly_a_mixture_stays_and_is_told(fn, why):
     assert why in report and "test_experts_styles.py" in report
 
 
+def test_what_is_raised_already_stays():
+    spelled = SPELLINGS["ragged_sorted"]
+    jaxpr, new, _ = read(spelled.fn, *spelled.args)
+    assert new is jaxpr
+    for made in (lifted(jaxpr, "test", Report()), read(maxtext, *ARGS)[1]):
+        assert operations(made)
+        assert raised(made, "test", Report()) is made
+
+
 OTHERS = [
     "combined_elsewhere",
     "tokens_mixed",

@@ -23,7 +23,8 @@ import numpy as np
 from xform.axes import Factor
 from xform.errors import Decline
 from xform.experts.around import Around, factors, of_experts, of_tokens
-from xform.experts.choices import Chosen, Drawing, Drawn, back, chosen, leading, mask_at
+from xform.experts.choices import Chosen, back, chosen, leading, mask_at
+from xform.experts.drawings import Drawing, Drawn
 from xform.experts.operation import TOKEN, Middle, Sorted
 from xform.experts.places import Places, Read, moments
 from xform.experts.rows import ALL, EXPERT, Operand, middle

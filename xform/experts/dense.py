@@ -20,7 +20,8 @@ import numpy as np
 from xform.axes import Factor
 from xform.errors import Decline
 from xform.experts.around import Around, factors, given, operands
-from xform.experts.choices import Chosen, Drawing, Drawn, back, canonical, chosen, mask_at, spans
+from xform.experts.choices import Chosen, back, canonical, chosen, mask_at, spans
+from xform.experts.drawings import Drawing, Drawn
 from xform.experts.operation import CHOICE, Sorted
 from xform.experts.places import Read
 from xform.experts.rows import Operand, middle

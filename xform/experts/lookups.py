@@ -20,7 +20,8 @@ import numpy as np
 from xform.axes import Factor
 from xform.errors import Decline
 from xform.experts.around import factors
-from xform.experts.choices import Drawing, Drawn, back, chosen, leading, sources
+from xform.experts.choices import back, chosen, leading, sources
+from xform.experts.drawings import Drawing, Drawn
 from xform.experts.operation import CHOICE, TOKEN, Sorted
 from xform.experts.rows import ALL, EXPERT, Operand, middle
 from xform.experts.single import known, linear, single

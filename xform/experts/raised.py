@@ -17,7 +17,7 @@ import jax
 from xform.errors import Decline
 from xform.experts import capacity, dense, lookups
 from xform.experts.around import around
-from xform.experts.choices import Drawn
+from xform.experts.drawings import Drawn
 from xform.experts.turns import turns
 from xform.higher_order import is_plain_jit
 from xform.raising.choosing import CHOICES, COMPARISONS, is_float

@@ -20,6 +20,7 @@ import numpy as np
 from xform.errors import Decline
 from xform.experts.operation import CHOICE, COUNTS, GIVEN, IDS, TOKEN, Middle
 from xform.experts.single import Known
+from xform.raising.choosing import MOVED
 from xform.raising.flat import dtype_of
 from xform.trace import (
     Jaxpr,
@@ -33,6 +34,7 @@ from xform.trace import (
     shape_of,
     source_line,
     trace_flat,
+    without_dead,
 )
 
 ROW, EXPERT, ALL = "row", "expert", "all"
@@ -40,10 +42,13 @@ ROW, EXPERT, ALL = "row", "expert", "all"
 
 @dataclasses.dataclass(frozen=True)
 class _Of:
-    """A value of each row, of each expert (a dimension in front), or the same for all."""
+    """A value of each row, of each expert (a dimension in front), or the same for all. short: the same
+    without dimensions of size 1, where that was there first.
+    """
 
     kind: str
     value: Value
+    short: Value = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,10 +82,11 @@ def middle(part: Jaxpr, operands: Sequence[Operand], found: Known, size: int, ex
         env: dict[Var, _Of] = {}
         for o, x in zip(operands, args, strict=True):
             kind = o.kind if o.kind in (EXPERT, ALL) else ROW
-            env[o.var] = _Of(kind, x if kind == ALL else x.reshape(x.shape[0], *shape_of(o.var)))
+            whole = x if kind == ALL else x.reshape(x.shape[0], *shape_of(o.var))
+            env[o.var] = _Of(kind, whole, x)
         return rows.run(part, env)
 
-    jaxpr = trace_flat(run, avals, "experts")
+    jaxpr = without_dead(trace_flat(run, avals, "experts"))
     if jaxpr.consts:
         raise Decline("what is done with rows brings arrays of its own")
     if not any(v is jaxpr.invars[-1] for eqn in jaxpr.eqns for v in eqn.invars):
@@ -108,8 +114,8 @@ class _Rows:
             args = [self._read(env, v) for v in eqn.invars]
             with at_source(eqn):
                 env.update(zip(eqn.outvars, self._made(eqn, args), strict=True))
-        outs = [self._as_row(self._read(env, v)) for v in part.outvars]
-        return [x.reshape(x.shape[0], *squeezed(x.shape[1:])) for x in outs]
+        outs = [self._read(env, v) for v in part.outvars]
+        return [_short(_Of(ROW, self._as_row(x), x.short if x.kind == ROW else None)) for x in outs]
 
     def _read(self, env: dict[Var, _Of], v: Any) -> _Of:
         if isinstance(v, Literal):
@@ -120,10 +126,11 @@ class _Rows:
 
     def _made(self, eqn: JaxprEqn, args: Sequence[_Of]) -> list[_Of]:
         kinds = {x.kind for x in args}
-        if (same := self._unchanged(eqn, args)) is not None:
+        if (same := self._unchanged(eqn, args) or _moved(eqn, args)) is not None:
             return [same]
         if eqn.primitive.name == "dot_general" and kinds == {ROW, EXPERT}:
-            return [_Of(ROW, self._product(eqn, args))]
+            out = self._product(eqn, args)
+            return [_Of(ROW, out.reshape(out.shape[0], *shape_of(eqn.outvars[0])), out)]
         if not kinds - {ALL}:
             return [_Of(ALL, x) for x in bind(eqn, [x.value for x in args], eqn.params)]
         kind = ROW if ROW in kinds else EXPERT
@@ -155,29 +162,60 @@ class _Rows:
         """What a value is for each row; of an expert that there is not, that of another one."""
         if x.kind == ALL:
             return jnp.broadcast_to(x.value, (*self.ids.shape, *jnp.shape(x.value)))
-        return x.value if x.kind == ROW else jnp.take(x.value, self.ids, axis=0, mode="clip")
+        if x.kind == ROW:
+            return x.value
+        own = jnp.take(_short(x), self.ids, axis=0, mode="clip")
+        return own.reshape(own.shape[0], *x.value.shape[1:])
 
     def _product(self, eqn: JaxprEqn, args: Sequence[_Of]) -> Value:
         """Of rows and experts' arrays: dimensions that are paired or summed over, and those that are not."""
         side = 0 if args[0].kind == ROW else 1
-        x, w = args[side].value, args[1 - side].value
+        x, w = args[side], args[1 - side]
         contracted, batch = eqn.params["dimension_numbers"]
-        free = [
-            [d for d in range(v.ndim - 1) if d not in (*contracted[k], *batch[k])]
-            for k, v in ((side, x), (1 - side, w))
-        ]
-        own = [x.shape[1 + d] for d in (*free[0], *batch[side])]
+        own = [n for d, n in enumerate(x.value.shape[1:]) if d not in contracted[side]]
         if prod(own) != 1:
             line = source_line(eqn)
             raise Decline(f"a token has several rows in a product with an expert's array ({line})")
-        left = jnp.transpose(x, (0, *(1 + d for d in (*contracted[side], *batch[side], *free[0]))))
-        right = jnp.transpose(w, (0, *(1 + d for d in (*contracted[1 - side], *batch[1 - side], *free[1]))))
-        size = prod(x.shape[1 + d] for d in contracted[side])
+        summed = contracted[1 - side]
+        free = [d for d in range(w.value.ndim - 1) if d not in (*summed, *batch[1 - side])]
         out = jax.lax.ragged_dot(
-            left.reshape(x.shape[0], size),
-            right.reshape(self.experts, size, -1),
+            _in_order(x, contracted[side], ()),
+            _in_order(w, (*summed, *batch[1 - side]), free),
             self.counts,
             precision=eqn.params["precision"],
             preferred_element_type=eqn.params["preferred_element_type"],
         )
-        return out.reshape(x.shape[0], *shape_of(eqn.outvars[0])).astype(dtype_of(eqn.outvars[0]))
+        out = out.astype(dtype_of(eqn.outvars[0]))
+        return out.reshape(out.shape[0], *squeezed(shape_of(eqn.outvars[0])))
+
+
+def _moved(eqn: JaxprEqn, args: Sequence[_Of]) -> _Of | None:
+    """What only moves dimensions of size 1."""
+    if eqn.primitive.name not in MOVED or len(args) != 1 or args[0].kind == ALL:
+        return None
+    x, old, new = args[0], shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
+    order = [d for d in eqn.params.get("permutation", ()) if old[d] != 1]
+    turned = eqn.primitive.name == "reshape" and eqn.params["dimensions"] is not None
+    if prod(old) != prod(new) or order != sorted(order) or turned:
+        return None
+    short = _short(x).reshape(x.value.shape[0], *squeezed(new))
+    return _Of(x.kind, short.reshape(short.shape[0], *new), short)
+
+
+def _short(x: _Of) -> Value:
+    """A value without dimensions of size 1 but the first."""
+    if x.short is not None:
+        return x.short
+    return x.value.reshape(x.value.shape[0], *squeezed(x.value.shape[1:]))
+
+
+def _in_order(x: _Of, first: Sequence[int], then: Sequence[int]) -> Value:
+    """[rows or experts, what is summed over, and what is not, if anything is]."""
+    shape = x.value.shape[1:]
+    there = [d for d, n in enumerate(shape) if n != 1]
+    order = [there.index(d) for d in (*first, *then) if shape[d] != 1]
+    short = _short(x)
+    if order != sorted(order):
+        short = jnp.transpose(short, (0, *(1 + d for d in order)))
+    sizes = [prod(shape[d] for d in dims) for dims in (first, then)]
+    return short.reshape(short.shape[0], *(sizes if x.kind == EXPERT else sizes[:1]))
