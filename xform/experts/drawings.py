@@ -81,13 +81,13 @@ class Drawing:
             return check(made.__getitem__, self.chose.ids(made.__getitem__))
 
         with jax.ensure_compile_time_eval(), jax.default_device(jax.devices("cpu")[0]):
-            traced = jax.jit(run).trace(*(ShapedArray(shape_of(v), dtype_of(v)) for v in self.part.invars))
+            jitted = jax.jit(run)
+            traced = jitted.trace(*(ShapedArray(shape_of(v), dtype_of(v)) for v in self.part.invars))
             text = str(traced.jaxpr), *(np.asarray(x).tobytes() for x in traced.jaxpr.consts)
             key = text, *map(self._kind, self.part.invars)
             if key not in self.drawn:
-                compiled = traced.lower().compile()
                 given = map(self._given, range(DRAWINGS))
-                made = [compiled(*(each[v] for v in self.part.invars)) for each in given]
+                made = [jitted(*(each[v] for v in self.part.invars)) for each in given]
                 self.drawn[key] = jax.tree.map(np.asarray, made)
         return self.drawn[key]
 
