@@ -162,16 +162,6 @@ def shared_places(x, router, up, bias, down):
     return jnp.einsum("txc,xcd->td", sent, jnp.einsum("xcf,xfd->xcd", h, down))
 
 
-def places_that_meet(x, router, up, bias, down):
-    """What is at one place goes into what is made of another."""
-    scores = jax.nn.softmax(x[0] @ router)
-    mask = jax.nn.one_hot(jnp.argmax(scores, -1), E)
-    place = jnp.sum((jnp.cumsum(mask, 0) - 1) * mask, -1).astype(jnp.int32)
-    sent = mask[:, :, None] * jax.nn.one_hot(place, C)[:, None]
-    h = jnp.einsum("xcd,xdf->xcf", jnp.einsum("txc,td->xcd", sent, x[0]), up)
-    return jnp.einsum("txc,xcd->td", sent, jnp.einsum("xcf,xfd->xcd", jnp.cumsum(h, 1), down))
-
-
 # ---------------------------------------------------------------- all experts
 
 DENSE = [
@@ -316,10 +306,45 @@ def filled(x, router, up, bias, down):
 # ---------------------------------------------------------------- what is none
 
 SOFT = "a token takes something of experts that it did not choose"
+
+
+def in_places(more):
+    """A layer that does more with what is at its places."""
+
+    def layer(x, router, up, bias, down):
+        mask = jax.nn.one_hot(jnp.argmax(x[0] @ router, -1), E)
+        place = jnp.sum((jnp.cumsum(mask, 0) - 1) * mask, -1).astype(jnp.int32)
+        sent = mask[:, :, None] * jax.nn.one_hot(place, C)[:, None]
+        h = more(jnp.einsum("xcd,xdf->xcf", jnp.einsum("txc,td->xcd", sent, x[0]), up))
+        return jnp.einsum("txc,xcd->td", sent, jnp.einsum("xcf,xfd->xcd", h, down))
+
+    return layer
+
+
+def of_numbered_experts(x, router, up, bias, down):
+    """What an expert makes is scaled by its number."""
+    g = jax.nn.one_hot(jnp.argmax(x @ router, -1), E)
+    h = jnp.einsum("bld,xdf->blxf", x, up) * jnp.arange(1.0, E + 1)[:, None]
+    return jnp.einsum("blxf,xfd,blx->bld", jnp.tanh(h), down, g)
+
+
+def test_numbers_of_experts_are_an_operand_as_any_other():
+    held(of_numbered_experts, *ARGS)
+
+
+def dropped_out(h):
+    return h * jax.random.bernoulli(jax.random.key(0), 0.5, h.shape)
+
+
 NEAR = {
+    "places that are numbered": (
+        in_places(lambda h: h + jnp.arange(C)[:, None]),
+        "something else of that place",
+    ),
+    "random numbers at places": (in_places(dropped_out), "given random numbers"),
     "places that several have": (shared_places, "a place has several tokens"),
     "little gates are none": (all_of(lambda g: (g > 1e-6) * 1.0 + 1e-9), SOFT),
-    "places that meet": (places_that_meet, "cumsum: it goes along the batch"),
+    "places that meet": (in_places(lambda h: jnp.cumsum(h, 1)), "cumsum: it goes along the batch"),
     "a little of all": (all_of(lambda g: g + 0.01), SOFT),
     "a bias of those that were sent nothing": (all_of(lambda g: g, scaled=True), SOFT),
     "experts meet": (experts_that_meet, "comes back to tokens in several ways"),

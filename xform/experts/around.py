@@ -16,7 +16,7 @@ from xform.experts.operation import CHOICE, TOKEN
 from xform.experts.rows import ALL, EXPERT, Operand
 from xform.experts.single import Labels, single
 from xform.raising.flat import View
-from xform.raising.following import static
+from xform.raising.following import static, uniform
 from xform.raising.sending import Product
 from xform.tensors.runs import taken_out
 from xform.trace import Atom, DropVar, Jaxpr, JaxprEqn, Value, Var, shape_of
@@ -111,7 +111,7 @@ class _Region:
         self, view: View, scope: Scope, experts: Factor, tokens: frozenset[Factor], weights: frozenset[Var]
     ) -> None:
         self.view, self.scope, self.experts, self.tokens = view, scope, experts, tokens
-        self.weights, self.static = weights, static(view)
+        self.weights, self.uniform = weights, uniform(view)
         self.eqns: set[int] = set()
         self.data: set[Var] = set()
         self.ends: set[int] = set()
@@ -161,8 +161,10 @@ class _Region:
                 todo += eqn.invars
 
     def _is_inside(self, v: Var) -> bool:
-        if v in self.static:
+        if v in self.uniform:
             return v in self.view.makers
+        if (eqn := self.view.maker(v)) is not None and eqn.primitive.name == "iota":
+            return False
         own = factors(self.scope, v)
         if v in self.weights or self.experts not in own or not own & self.tokens:
             return False

@@ -28,7 +28,7 @@ from xform.experts.single import known, linear, single
 from xform.ops import apply
 from xform.raising.choosing import MOVED, is_float
 from xform.raising.flat import dtype_of
-from xform.raising.following import static
+from xform.raising.following import static, uniform
 from xform.raising.indices import SAME
 from xform.raising.placing import Claim
 from xform.raising.sending import Product, Sending
@@ -52,6 +52,7 @@ class _Lookups:
         self.drawn = drawn
         self.view, self.scope, self.pure = sending.view, sending.scope, sending.pure
         self.same, self.static = Same(self.view), static(self.view)
+        self.uniform = uniform(self.view)
         first = self._behind(product)
         self.gathers = self._alike(first)
         self.first = self.view.eqns[first]
@@ -143,7 +144,7 @@ class _Lookups:
             v = todo.pop()
             n = view.makers.get(v, -1) if isinstance(v, Var) else -1
             spread = n >= 0 and view.eqns[n].primitive.name == "broadcast_in_dim"
-            if n >= 0 and n not in inside and n not in self.gathers and (spread or v in self.static):
+            if n >= 0 and n not in inside and n not in self.gathers and (spread or v in self.uniform):
                 inside.add(n)
                 todo += view.eqns[n].invars
         return frozenset(inside)

@@ -17,11 +17,11 @@ import jax
 import numpy as np
 
 from xform.axes import Factor, Scope, find_axes
-from xform.batch.local import analyse
+from xform.batch.local import Local, analyse
 from xform.batch.states import Batch, Micro, Mixes, Split, State
 from xform.errors import Decline
 from xform.raising.flat import dtype_of
-from xform.trace import Jaxpr, JaxprEqn, Literal, ShapedArray, Var, bind, shape_of, trace_flat
+from xform.trace import Jaxpr, JaxprEqn, Literal, ShapedArray, Var, bind, shape_of, source_line, trace_flat
 
 Labels = list[list[Factor]]
 """The axes of each dimension of a value, as far as they are left."""
@@ -88,12 +88,26 @@ def _along(part: Jaxpr, scope: Scope, axis: Factor) -> tuple[Jaxpr, list[State]]
     except Mixes as why:
         line = getattr(why, "line", "")
         raise Decline(f"{why} ({line})" if line else str(why)) from None
+    _check(part, local)
     avals = [
         ShapedArray(split.small(shape_of(v), s), dtype_of(v))
         for v, s in zip(part.invars, states, strict=True)
     ]
     made = trace_flat(lambda *args: local.run(args, Micro(np.int32(0), split)), avals, "experts")
     return made, local.outs
+
+
+def _check(part: Jaxpr, local: Local) -> None:
+    """Raises Decline where what is made for each depends on its number, or is drawn at random."""
+    for eqn in part.eqns:
+        name = eqn.primitive.name
+        states = [local.states[v] for v in eqn.outvars if v in local.states]
+        counts = name == "iota" and any(s.is_rows and s.dim == eqn.params["dimension"] for s in states)
+        drawn = name.startswith(("random", "threefry")) and any(s.is_rows for s in states)
+        if counts or drawn:
+            why = "numbered" if counts else "given random numbers"
+            line = source_line(eqn)
+            raise Decline(f"tokens, places or experts are {why}" + (f" ({line})" if line else ""))
 
 
 # ---------------------------------------------------------------- what follows from what is known
