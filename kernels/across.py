@@ -27,10 +27,12 @@ from jax import lax
 from xform.errors import PlanError
 from xform.kernels import ring
 from xform.kernels.attention import AttentionForward
+from xform.kernels.balance import back, places, there
 from xform.kernels.moving import Axes, by_heads, by_length, gathered, number, scattered, ways
 from xform.kernels.ring import Segments
 from xform.kernels.sent import Sent, alike, hops, repeated
 from xform.kernels.splash import Shift
+from xform.ops import Band
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +42,8 @@ class AcrossForward:
 
     of: the attention. cross: keys are of another length, and lie whole on each device, the queries alone in
     parts. lies: the mesh axes of the plan over which the length is to lie; axes: those over which it does,
-    outermost first.
+    outermost first. balance: the order in which the length comes (`kernels.balance`), as parts of `lies` have
+    it; positions are those of the model's own.
     """
 
     of: AttentionForward
@@ -49,6 +52,7 @@ class AcrossForward:
     cross: bool = False
     lies: Axes = ()
     axes: Axes = ()
+    balance: str = ""
 
     told = "t"
     cut = "bngt"
@@ -120,19 +124,27 @@ class AcrossForward:
         if self.cross:
             return self.of.run(by_kernel, q, k, v, sinks, segments, self.shift(axes, q.shape[3]))
         if self.strategy != "all_gather":
-            return ring.forward(self.of, by_kernel, axes, q, k, v, sinks, segments)
+            return ring.forward(self.of, by_kernel, axes, self.balance, q, k, v, sinks, segments)
         shift = self.shift(axes, q.shape[3])
         if segments is not None:
-            segments = segments[0], gathered(segments[1], axes, 1)
-        k, v = (gathered(x, axes, 2) for x in (k, v))
+            segments = segments[0], self.together(segments[1], axes, 1)
+        k, v = (self.together(x, axes, 2) for x in (k, v))
         return self.of.run(by_kernel, q, k, v, sinks, segments, shift)
 
-    def shift(self, axes: Axes, t: int, sign: int = 1) -> Shift | None:
-        """Where a device's queries stand among all keys; with sign -1, all queries among a device's keys."""
+    def together(self, x: Any, axes: Axes, dim: int) -> Any:
+        """All of a length, in the model's own order."""
+        x = gathered(x, axes, dim)
+        return back(x, self.balance, ways(axes), dim) if self.balance else x
+
+    def apart(self, x: Any, axes: Axes, dim: int) -> Any:
+        """This device's part of a sum over the devices, of which all are given as `together` has it."""
+        x = there(x, self.balance, ways(axes), dim) if self.balance else x
+        return scattered(x, axes, dim)
+
+    def shift(self, axes: Axes, t: int) -> Shift | None:
+        """Where a device's queries stand among all keys."""
         band = self.of.band
-        if band.is_full:
-            return None
-        return Shift(tuple(band.offset + sign * t * i for i in range(ways(axes))), number(axes))
+        return None if band.is_full else places(self.balance, band, ways(axes), t, number(axes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,21 +225,29 @@ class AcrossBackward:
             return of.backward.run(by_kernel, *given, self.forward.shift(axes, t))
         sizes = Sent.of(q, v, segments is not None)
         if self.forward.strategy != "all_gather":
-            what = sizes.moving(hops(of.band, n, t, "keys"), hops(of.band, n, t, "queries"))
-            return ring.backward(of, by_kernel, axes, q, k, v, segments, lse, delta, dout, what)
-        if alike(of.band, t) and sizes.moving(n - 1, n - 1) == "queries":
-            shift = self.forward.shift(axes, t, -1)
+            balance = self.forward.balance
+            what = sizes.moving(*(hops(of.band, n, t, each, balance) for each in ("keys", "queries")))
+            return ring.backward(of, by_kernel, axes, balance, q, k, v, segments, lse, delta, dout, what)
+        if not self.forward.balance and alike(of.band, t) and sizes.moving(n - 1, n - 1) == "queries":
+            shift = among_keys(of.band, axes, t)
             if segments is not None:
                 segments = gathered(segments[0], axes, 1), segments[1]
             q, lse, delta, dout = (gathered(x, axes, 3) for x in (q, lse, delta, dout))
             dq, dk, dv = of.backward.run(by_kernel, q, k, v, segments, lse, delta, dout, shift)
             return scattered(dq, axes, 3), dk, dv
-        shift = self.forward.shift(axes, t)
+        shift, whole = self.forward.shift(axes, t), self.forward
         if segments is not None:
-            segments = segments[0], gathered(segments[1], axes, 1)
-        k, v = (gathered(x, axes, 2) for x in (k, v))
+            segments = segments[0], whole.together(segments[1], axes, 1)
+        k, v = (whole.together(x, axes, 2) for x in (k, v))
         dq, dk, dv = of.backward.run(by_kernel, q, k, v, segments, lse, delta, dout, shift)
-        return dq, scattered(dk, axes, 2), scattered(dv, axes, 2)
+        return dq, whole.apart(dk, axes, 2), whole.apart(dv, axes, 2)
+
+
+def among_keys(band: Band, axes: Axes, t: int) -> Shift | None:
+    """Where all queries stand among the t keys of a device."""
+    if band.is_full:
+        return None
+    return Shift(tuple((band.offset - t * i,) for i in range(ways(axes))), number(axes))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -265,7 +265,7 @@ def seen_of(
     if not band.is_full:
         rows, columns = (jax.lax.broadcasted_iota(jnp.int32, (t, s), axis) for axis in (0, 1))
         if shift is not None:
-            rows, band = rows + shift.offset, dataclasses.replace(band, offset=0)
+            rows, band = shift.positions(t)[:, None], dataclasses.replace(band, offset=0)
         seen = band.allowed(rows, columns)
     if segments is not None:
         same = (segments[0][:, :, None] == segments[1][:, None, :])[:, None, None]

@@ -8,6 +8,7 @@ With fewer heads of keys these are smaller, and backward it is they that move.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 from xform.kernels import ring
@@ -19,9 +20,9 @@ WIDE = 4
 """Bytes of a number of lse, of delta and of segments."""
 
 
-def hops(band: Band, n: int, t: int, moving: str) -> int:
+def hops(band: Band, n: int, t: int, moving: str, balance: str = "") -> int:
     """How often something is sent on in a ring of n devices with t queries and keys each."""
-    return len(ring.turns(band, n, t, t, moving)) - 1
+    return len(ring.turns(band, n, t, t, moving, balance)) - 1
 
 
 def repeated(n: int, g: int, ways: int) -> int | None:
@@ -37,7 +38,7 @@ def alike(band: Band, t: int) -> bool:
 @dataclasses.dataclass(frozen=True)
 class Sent:
     """A part of t queries and keys of n key heads of g queries each, d and e wide, in numbers of so many
-    bytes; with segments or without; for so many rows of the batch.
+    bytes; with segments or without; for so many rows of the batch; in the order of this balance.
     """
 
     n: int
@@ -48,6 +49,7 @@ class Sent:
     itemsize: int
     segments: bool = False
     rows: int = 1
+    balance: str = ""
 
     @classmethod
     def of(cls, q: Any, v: Any, segments: bool) -> Sent:
@@ -105,15 +107,34 @@ class Sent:
         total += share * (there + (back if differentiated else 0))
         return total + 2 * (exchanged - 1) * self.numbers * (1 + differentiated)
 
+    def ways_of(
+        self, names: Iterable[str], band: Band, ways: int, inner: int, differentiated: bool
+    ) -> dict[str, float]:
+        """The bytes of each of these strategies that there is, as `by` has them."""
+        costs = {name: self.by(name, band, ways, inner, differentiated) for name in names}
+        return {name: cost for name, cost in costs.items() if cost is not None}
+
+    def undivided(self, strategy: str, what: str, ways: int, inner: int) -> str:
+        """The error where heads do not divide."""
+        exchanged, heads = ways if strategy == "ulysses" else inner, self.n * self.g
+        fit = [n for n in range(2, heads + 1) if repeated(self.n, self.g, n) is not None]
+        return (
+            f"context.strategy = {strategy!r} {what}: {heads} on a device do not divide over {exchanged}"
+            f" devices; over {', '.join(map(str, fit)) or 'none'} they would, and 'all_gather' and 'ring'"
+            " take any"
+        )
+
     def _along(self, strategy: str, band: Band, ways: int, differentiated: bool) -> float:
         """Of keys, or queries, that are sent to all of so many devices."""
         keys = queries = ways - 1
         if strategy != "all_gather":
-            keys, queries = (hops(band, ways, self.t, what) for what in ("keys", "queries"))
+            keys, queries = (hops(band, ways, self.t, what, self.balance) for what in ("keys", "queries"))
         total = keys * (self.keys + self.numbers)
         if differentiated:
             by_keys, by_queries = self.backward(keys, queries)
             total += (
-                by_keys if strategy == "all_gather" and not alike(band, self.t) else min(by_keys, by_queries)
+                by_keys
+                if strategy == "all_gather" and (self.balance or not alike(band, self.t))
+                else min(by_keys, by_queries)
             )
         return total

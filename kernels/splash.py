@@ -36,17 +36,30 @@ UNSEEN = -0.7 * float(np.finfo(np.float32).max)
 
 @dataclasses.dataclass(frozen=True)
 class Shift:
-    """Where queries stand, told when the program runs: the band's offset is that of this number."""
+    """Where queries stand, told when the program runs: on the device of this number, in runs of as many
+    queries each, from these positions on, each so many after the one before.
+    """
 
-    offsets: tuple[int, ...]
+    starts: tuple[tuple[int, ...], ...]
     number: Any
+    step: int = 1
 
-    @property
-    def offset(self) -> Any:
-        return sum(jnp.where(self.number == n, offset, 0) for n, offset in enumerate(self.offsets))
+    def at(self, count: int) -> list[np.ndarray]:
+        """On each device the positions of so many queries."""
+        runs = [self.step * np.arange(count // len(each)) for each in self.starts]
+        return [
+            (np.asarray(each)[:, None] + run).ravel() for each, run in zip(self.starts, runs, strict=True)
+        ]
 
-    def bands(self, band: Band) -> tuple[Band, ...]:
-        return tuple(dataclasses.replace(band, offset=offset) for offset in self.offsets)
+    def positions(self, count: int) -> Any:
+        """On this device."""
+        runs = len(self.starts[0])
+        own = [
+            sum(jnp.where(self.number == n, each[run], 0) for n, each in enumerate(self.starts))
+            for run in range(runs)
+        ]
+        run = self.step * jnp.arange(count // runs, dtype=jnp.int32)
+        return jnp.concatenate([start + run for start in own])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +157,7 @@ def forward(
     with without_vma():
         out, lse = jax.vmap(one)(*_padded(args, plan))
     out, lse = (rows.unfold(x[:, :, : rows.count], shape) for x in (out, lse))
-    some = all(each.sees_some(shape[3], s) for each in rows.bands)
+    some = all(band.sees_some_at(at, s) for at in rows.places)
     if sinks is None and not complete and (segments is not None or not some):
         none = ~(lse > 0.5 * UNSEEN)  # nothing visited gives -inf, all visited masked gives UNSEEN
         out, lse = jnp.where(none[..., None], 0, out), jnp.where(none, -jnp.inf, lse)
@@ -264,9 +277,9 @@ class _Rows:
     shift: Shift | None = None
 
     @property
-    def bands(self) -> tuple[Band, ...]:
-        """Those that it may be."""
-        return (self.band,) if self.shift is None else self.shift.bands(self.band)
+    def places(self) -> list[np.ndarray]:
+        """The positions of the queries, as they may be."""
+        return [np.arange(self.t) + self.band.offset] if self.shift is None else self.shift.at(self.t)
 
     @property
     def is_folded(self) -> bool:
@@ -296,19 +309,19 @@ class _Rows:
     def mask(self, rows: int, s: int, keys: int, bq: int, bkv: int) -> _Mask:
         """The mask of padded rows and keys, in blocks of bq and bkv."""
         beyond = keys > s and any(
-            bool((each.bounds(self.t, keys)[1] > s).any() or each.prefix > s) for each in self.bands
+            bool((self.band.bounds_at(at, keys)[1] > s).any() or self.band.prefix > s) for at in self.places
         )
         if self.band.is_full and not beyond:
             return _Mask(None, (), None)
-        each = [self._visits(band, rows, s, keys, bq, bkv) for band in self.bands]
+        each = [self._visits(at, rows, s, keys, bq, bkv) for at in self.places]
         visits = each[0] if self.shift is None else np.stack(each)
         times = self.g if self.is_folded else 1
         return _Mask(visits, (self.t, times, rows), Seen(self.band, s if beyond else None), self.shift)
 
-    def _visits(self, band: Band, rows: int, s: int, keys: int, bq: int, bkv: int) -> np.ndarray:
-        """Which blocks of keys each block of rows visits."""
+    def _visits(self, at: np.ndarray, rows: int, s: int, keys: int, bq: int, bkv: int) -> np.ndarray:
+        """Which blocks of keys each block of rows visits, the queries at these positions."""
         times = self.g if self.is_folded else 1
-        first, last = (np.tile(each, times) for each in band.bounds(self.t, keys))
+        first, last = (np.tile(each, times) for each in self.band.bounds_at(at, keys))
         last = np.minimum(last, s)
         visits = np.zeros((rows // bq, keys // bkv), bool)
         starts = np.arange(0, keys, bkv)
@@ -316,7 +329,7 @@ class _Rows:
             own = slice(block * bq, min((block + 1) * bq, self.count))
             lower, upper = first[own, None], last[own, None]
             visits[block] = ((lower < starts + bkv) & (upper > starts) & (lower < upper)).any(0)
-        return visits | (starts < min(band.prefix, s))
+        return visits | (starts < min(self.band.prefix, s))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -346,8 +359,11 @@ class _Mask:
             run = visits
             numbers = np.broadcast_to(np.arange(run.shape[1])[:, None], run.shape)
         count, times, rows = self.queries
-        offset = self.function.band.offset if self.shift is None else self.shift.offset
-        positions = jnp.tile(jnp.arange(count, dtype=jnp.int32) + offset, times)
+        if self.shift is None:
+            at = jnp.arange(count, dtype=jnp.int32) + self.function.band.offset
+        else:
+            at = self.shift.positions(count)
+        positions = jnp.tile(at, times)
         small = np.int8 if numbers.max() < 128 else np.int16 if numbers.max() < 1 << 15 else np.int32
         number = slice(0, 1) if self.shift is None else jnp.expand_dims(self.shift.number, 0)
         return calls.MaskInfo(

@@ -18,25 +18,23 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
 from xform.context import Context as Told
 from xform.errors import Decline, PlanError
 from xform.higher_order import bodies, equations
-from xform.kernels import lowering
+from xform.kernels import balance, lowering
 from xform.kernels.across import AcrossBackward, AcrossForward
 from xform.kernels.attention import AttentionForward, attention_and_lse
+from xform.kernels.lengths import Padded, in_order
 from xform.kernels.lowering import Options
-from xform.kernels.sent import STRATEGIES, Sent, repeated
+from xform.kernels.sent import STRATEGIES, Sent
 from xform.ops import Operation, operation_of
+from xform.ops.rows import in_text_order
+from xform.ordering import not_kept
 from xform.plans.rules import ways
 from xform.raising.finding import find
 from xform.raising.placing import Claim, placed
 from xform.raising.sinking import sunk
-from xform.report import amount
+from xform.report import Report, amount
 from xform.rewrite import Site, rewrite
 from xform.sharding import regions
 from xform.trace import Jaxpr, Value, shape_of, source_line
@@ -58,6 +56,12 @@ class Context:
         `context_usp_ulysses` and a ring along the other. By default, for each attention, the one that sends
         the fewest bytes.
 
+    balance: the order in which tokens lie over the devices, so that under a causal mask all have as much to
+        do: "zigzag", an early and a late piece of the text each, or "striped", every n-th token
+        (`kernels.balance`). Tokens, labels, positions and masks are put in it as they come; within the
+        program nothing is moved but what takes neighbours together, which the report tells; where that is
+        more than attention takes and gives, texts keep their own order.
+
     In the stages of a pipeline there is no ring: a permute is waited for by all devices, also by stages that
     run something else at that tick.
 
@@ -67,25 +71,35 @@ class Context:
 
     axis: str = "context"
     strategy: Literal["all_gather", "ring", "ulysses", "usp"] | None = None
+    balance: Literal["zigzag", "striped"] | None = None
 
     stages: ClassVar[tuple[str, ...]] = ("model",)
     after: ClassVar[tuple[str, ...]] = ("roll", "chunkedloss", "kernels", "shard")
 
     def rewrite(self, jaxpr: Jaxpr, context: Told) -> Jaxpr:
         sizes = self._sizes(context)
+        raised = self._raised(jaxpr, context)
+        balanced = self._balanced(raised, sizes, context) if self.balance is not None else None
+        if balanced is not None:
+            return balanced
+        placing = _Placing(self.strategy, sizes, context, context.report)
+        return rewrite(raised, placing.rule, context.report, "context")
 
-        def rule(site: Site) -> Sequence[Value] | None:
-            found = _attention(site)
-            if found is None:
-                return None
-            op, results = found
-            padded = Padded.of(op, site.args, math.prod(sizes.values()))
-            across = self._across(padded.op, site, padded.length, sizes, context)
-            args = padded.args if padded.length == padded.to else padded.laid(context.mesh, tuple(sizes))
-            made = attention_and_lse(across, *args)
-            return [made[i][:, :, :, : padded.length] for i in results]
-
-        return rewrite(self._raised(jaxpr, context), rule, context.report, "context")
+    def _balanced(self, jaxpr: Jaxpr, sizes: Mapping[str, int], context: Told) -> Jaxpr | None:
+        """The program with tokens in the order that is asked for; None where that is not worth it."""
+        placing = _Placing(self.strategy, sizes, context, Report(), str(self.balance))
+        made = rewrite(jaxpr, placing.rule, placing.report, "context")
+        why = not_kept(made)
+        if context.stage_axes:
+            why = "the texts in the stages of a pipeline keep their own order"
+        elif not placing.grows:
+            why = "; ".join(dict.fromkeys(placing.why_not)) or "no attention sees more keys from later tokens"
+        if why:
+            context.report.declined("context", f"balance = {self.balance!r}", why)
+            return None
+        for note in (note for note, count in placing.report for _ in range(count)):
+            context.report.add(note)
+        return made
 
     def finish(self, jaxpr: Jaxpr, context: Told) -> Jaxpr:
         """Operations outside of any manual region get one. By now all are told where their length lies."""
@@ -118,6 +132,12 @@ class Context:
                 f"context.strategy = 'usp' takes two mesh axes, {self.axis!r} for the ring and {INNER!r} for"
                 f" the heads, each of two devices or more; the mesh has {has}"
             )
+        if self.balance is not None and self.strategy in ("ulysses", "usp"):
+            raise PlanError(
+                f"context.balance = {self.balance!r} with context.strategy = {self.strategy!r}: where heads"
+                " are exchanged for length devices have as much to do as it is; take 'ring', 'all_gather', or"
+                " no balance"
+            )
         if self.strategy in RINGS and context.stage_axes:
             stages = ", ".join(context.stage_axes)
             raise PlanError(
@@ -143,24 +163,63 @@ class Context:
             claims += [Claim(r.view, each.takes, each.gives, each.emit) for each in made]
         return placed(inside, claims, context.report) if claims else jaxpr
 
-    def _across(
-        self, op: AttentionForward, site: Site, length: int, sizes: Mapping[str, int], context: Told
-    ) -> AcrossForward:
+
+@dataclasses.dataclass
+class _Placing:
+    """Puts attention over a length in parts in a program's place of it.
+
+    sizes: the mesh axes of the length. balance: the order of tokens, "" their own; why_not: why an attention
+    has them in their own; grows: whether later tokens have more to do in one of the others.
+    """
+
+    strategy: str | None
+    sizes: Mapping[str, int]
+    context: Told
+    report: Report
+    balance: str = ""
+    why_not: list[str] = dataclasses.field(default_factory=list)
+    grows: bool = False
+
+    @property
+    def ways(self) -> int:
+        return math.prod(self.sizes.values())
+
+    def rule(self, site: Site) -> Sequence[Value] | None:
+        found = _attention(site)
+        if found is None:
+            return None
+        op, results = found
+        padded = Padded.of(op, site.args, self.ways)
+        across = self._across(padded.op, site, padded.length)
+        args = padded.args
+        if padded.length != padded.to:
+            args = padded.laid(self.context.mesh, tuple(self.sizes))
+        if not across.balance:
+            made = attention_and_lse(across, *args)
+            return [made[i][:, :, :, : padded.length] for i in results]
+        order = balance.order(across.balance, padded.length, self.ways)
+        made = attention_and_lse(across, *in_order(args, across.balance, self.ways, not across.cross))
+        return [in_text_order(made[i], order, 3) for i in results]
+
+    def _across(self, op: AttentionForward, site: Site, length: int) -> AcrossForward:
         """The operation that is put in its place, which the report is told of."""
+        sizes, count, mesh = self.sizes, self.ways, self.context.mesh.shape
         shapes = [shape_of(v) for v in site.eqn.invars]
         (b, n, g, t, d), s, e = shapes[0], shapes[1][2], shapes[2][3]
-        count, mesh = math.prod(sizes.values()), context.mesh.shape
         what = f"attention of {t} queries, {n * g} heads, {n} of keys"
-        whole = -(-t // count) * count
+        whole, order = -(-t // count) * count, self.balance
+        if order and (why := balance.why_not(order, op.band, count, t)):
+            self.why_not.append(why)
+            order = ""
         if t != s:
             if t % count:
                 raise Decline(f"{what}, and {s} keys: {t} queries do not divide over {count}; {whole} would")
-            context.report.did("context", f"{what}, and {s} keys", "queries in parts, keys whole", site.line)
-            return AcrossForward(op, "all_gather", cross=True, lies=tuple(sizes))
+            self.report.did("context", f"{what}, and {s} keys", "queries in parts, keys whole", site.line)
+            return AcrossForward(op, "all_gather", cross=True, lies=tuple(sizes), balance=order)
         if whole != length:
             over = f"{count} devices of {', '.join(sizes)}"
             why = f"{length} does not divide over {over}: what is around it has the length whole"
-            context.report.did("context", f"{what}, filled up to {whole}", why, site.line)
+            self.report.did("context", f"{what}, filled up to {whole}", why, site.line)
         rows, heads = ways(["activation_batch"], mesh), ways(["activation_kv_heads"], mesh)
         size = Sent(
             n // heads if n % heads == 0 else n,
@@ -171,79 +230,32 @@ class Context:
             site.avals[0].dtype.itemsize,
             op.segments,
             b // rows if b % rows == 0 else b,
+            order,
         )
-        costs = {
-            name: size.by(name, op.band, count, sizes.get(INNER, 1), context.differentiated)
-            for name in STRATEGIES
-            if (name != "usp" or len(sizes) > 1) and not (name in RINGS and context.stage_axes)
-        }
-        known = {name: cost for name, cost in costs.items() if cost is not None}
-        chosen: str = self.strategy or min(known, key=lambda name: known[name])
-        if chosen not in known:
-            raise PlanError(_undivided(chosen, size, what, site.line, count, sizes.get(INNER, 1)))
+        chosen, known = self._strategy(op, size, f"({site.line}): {what}")
         others = ", ".join(f"{name} {amount(cost)}" for name, cost in known.items() if name != chosen)
-        own = f"{amount(known[chosen])} a device and pass over {', '.join(sizes)}; by {others}"
-        context.report.did("context", f"{what}: {chosen}", own, site.line)
-        return AcrossForward(op, chosen, INNER if chosen == "usp" else "", lies=tuple(sizes))
+        own = f"{amount(known[chosen])} a device and pass over {', '.join(sizes)}"
+        own += f"; by {others}" if others else ""
+        named = f"{chosen}, {order}" if order else chosen
+        self.report.did("context", f"{what}: {named}", own, site.line)
+        if order:
+            self.grows |= op.band.grows
+        inner = INNER if chosen == "usp" else ""
+        return AcrossForward(op, chosen, inner, lies=tuple(sizes), balance=order)
 
-
-@dataclasses.dataclass(frozen=True)
-class Padded:
-    """An attention whose length, of queries and keys, is filled up `to` one that divides. No query of the
-    program sees a key that is filled up: by position, or since its segment is no query's.
-
-    args: q, k, v, sinks or None, and segments, if any.
-    """
-
-    op: AttentionForward
-    args: tuple[Any, ...]
-    length: int
-    to: int
-
-    @classmethod
-    def of(cls, op: AttentionForward, args: Sequence[Value], count: int) -> Padded:
-        q, k, v, sinks, segments = op.named(args)
-        length, keys = q.shape[3], k.shape[2]
-        to = -(-length // count) * count
-        if to == length or length != keys:
-            return cls(op, (q, k, v, sinks, *(segments or ())), length, length)
-        band = op.band
-        behind = band.right is not None and band.right + band.offset <= 0 and band.prefix <= keys
-        if segments is None and not behind:
-            segments = (jnp.zeros((q.shape[0], length), jnp.int32),) * 2
-        op = dataclasses.replace(op, segments=segments is not None)
-        q, k, v = _filled(q, 3, to), _filled(k, 2, to), _filled(v, 2, to)
-        if segments is not None:
-            segments = _filled(segments[0], 1, to), _filled(segments[1], 1, to, np.iinfo(np.int32).min)
-        return cls(op, (q, k, v, sinks, *(segments or ())), length, to)
-
-    def laid(self, mesh: Mesh, axes: tuple[str, ...]) -> tuple[Any, ...]:
-        """The arguments, their length over mesh axes: what it was filled up from lies over none."""
-        q, k, v, sinks, *segments = self.args
-
-        def over(x: Any, dim: int) -> Any:
-            entries: list[Any] = [PartitionSpec.UNCONSTRAINED] * x.ndim
-            entries[dim] = axes
-            return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(*entries)))
-
-        return over(q, 3), over(k, 2), over(v, 2), sinks, *(over(x, 1) for x in segments)
-
-
-def _filled(x: Any, dim: int, to: int, value: int = 0) -> Any:
-    """An array filled up along a dimension."""
-    more = [(0, to - n if i == dim else 0) for i, n in enumerate(x.shape)]
-    return jnp.pad(x, more, constant_values=value)
-
-
-def _undivided(strategy: str, size: Sent, what: str, line: str, ways: int, inner: int) -> str:
-    """The error where heads do not divide."""
-    exchanged = ways if strategy == "ulysses" else inner
-    fit = [n for n in range(2, size.n * size.g + 1) if repeated(size.n, size.g, n) is not None]
-    return (
-        f"context.strategy = {strategy!r} ({line}): {what}: {size.n * size.g} on a device do not divide over"
-        f" {exchanged} devices; over {', '.join(map(str, fit)) or 'none'} they would, and 'all_gather' and"
-        " 'ring' take any"
-    )
+    def _strategy(self, op: AttentionForward, size: Sent, what: str) -> tuple[str, dict[str, float]]:
+        """How an attention sends what it needs, and the bytes of each way that there is."""
+        inner, named = self.sizes.get(INNER, 1), ("all_gather", "ring") if size.balance else STRATEGIES
+        names = [
+            name
+            for name in named
+            if (name != "usp" or len(self.sizes) > 1) and not (name in RINGS and self.context.stage_axes)
+        ]
+        known = size.ways_of(names, op.band, self.ways, inner, self.context.differentiated)
+        chosen = self.strategy or min(known, key=lambda name: known[name])
+        if chosen not in known:
+            raise PlanError(size.undivided(chosen, what, self.ways, inner))
+        return chosen, known
 
 
 def _attention(site: Site) -> tuple[AttentionForward, list[int]] | None:

@@ -304,7 +304,7 @@ def test_what_would_have_more_of_it_moved_keeps_its_own_order() -> None:
     found = stored(step, W)
     assert found.inputs == (None,)
     assert [left.why for left in found.left] == [
-        f"by stage, {4 * W.nbytes} bytes of it would be moved",
+        f"in that order, {4 * W.nbytes} bytes of it would be moved",
     ]
     assert moved(found.jaxpr) == ["by_stage"]
 

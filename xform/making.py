@@ -326,6 +326,8 @@ def _ordered(
             f"stored {count} arrays of {layers} layers in the order of their stages",
             "put in it once, by place or init; unplace gives the model's own",
         )
+    if found.edge:
+        report.did("state", "put texts in the order of their devices", ", ".join(found.edge))
     for left in found.left:
         report.declined("state", f"{left.what} ({left.bytes} bytes a step)", left.why, left.where)
     for each in found.reordered:

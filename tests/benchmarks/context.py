@@ -1,11 +1,13 @@
 """Llama 7B training steps with long texts over a context axis, compiled for a TPU slice, against MaxText's.
 
-    python -m tests.benchmarks.context [ROW ...] [--save] [--cycles] [--use PASS ...]
+    python -m tests.benchmarks.context [ROW ...] [--save] [--balance ORDER] [--cycles]
+        [--use PASS ...]
 
 Prints for each strategy, per device and step as compiled: bytes on the wire with their ratio to those of
 MaxText's row of the same strategy; temp memory with its ratio; and below it the collectives over each axis,
 by kind (weights and their gradients lie over both). `--save` keeps attention's result and log-sum-exp for the
 backward pass (Remat's `save=context`), which then needs no second forward kernel, nor what that is sent.
+`--balance` has tokens in that order, `zigzag` or `striped`.
 `--cycles` compiles to the end for the compiler's estimate of cycles. Passes are `narrow` and `kernels`, or
 those of `--use`.
 
@@ -40,12 +42,15 @@ def main(arguments: list[str]) -> None:
     flags = parser("tests.benchmarks.context", list(ROWS))
     flags.add_argument("--cycles", action="store_true", help="compile to the end")
     flags.add_argument("--save", action="store_true", help="attention's results are kept")
+    flags.add_argument("--balance", default="", help="the order of tokens")
     options = flags.parse_args(arguments)
     for name in options.rows or ROWS:
         row = ROWS[name]
         if options.save:
             row = dataclasses.replace(row, remat="custom,save=context")
         uses = [*(options.use or ["narrow", "kernels"]), f"context:strategy={name}"]
+        if options.balance:
+            uses[-1] += f",balance={options.balance}"
         made, args, topology = step(row, sharded(uses, "explicit"))
         program = made.trace(*args)
         for line in str(program.report).splitlines():

@@ -22,6 +22,7 @@ from xform.axes.factors import Cut, Factors, Raw, Shape
 from xform.axes.integers import INDEXED, component
 from xform.axes.rules import ELEMENTWISE, RULES, fresh
 from xform.higher_order import OPAQUE, bodies
+from xform.ops.rows import reorder_of
 from xform.trace import Jaxpr, JaxprEqn, Literal, Var, shape_of
 
 Path = tuple[tuple[int, int], ...]
@@ -274,7 +275,7 @@ class _Walk:
                 for v, result in zip(eqn.outvars, inner[0].outvars, strict=True):
                     if _is_integers(v):
                         scope.alias[v] = _origin(below, result)
-                return outs
+                return ins if reorder_of(eqn) is not None else outs
         self.axes.unruled[name] = self.axes.unruled.get(name, 0) + 1
         return fresh(self.f, eqn, ins)
 

@@ -30,6 +30,11 @@ class Band:
         """Whether every query sees every key, by this alone, whatever their number."""
         return self.right is None and self.left is None and self.chunk is None
 
+    @property
+    def grows(self) -> bool:
+        """Whether a query sees the more keys the later it stands."""
+        return self.right is not None and self.left is None and self.chunk is None
+
     def allowed(self, t: Value, s: Value) -> Value:
         """Whether queries `t` see keys `s`: integer arrays (jax's or numpy's) that broadcast; booleans."""
         at = t + self.offset
@@ -46,7 +51,11 @@ class Band:
 
     def bounds(self, queries: int, keys: int) -> tuple[np.ndarray, np.ndarray]:
         """For each query the first key that it sees, and the one after the last, without the prefix."""
-        at = np.arange(queries) + self.offset
+        return self.bounds_at(np.arange(queries) + self.offset, keys)
+
+    def bounds_at(self, at: np.ndarray, keys: int) -> tuple[np.ndarray, np.ndarray]:
+        """The same of queries at these positions."""
+        queries = at.size
         first, last = np.zeros(queries, np.int64), np.full(queries, keys, np.int64)
         if self.right is not None:
             last = np.minimum(last, at + self.right + 1)
@@ -59,7 +68,11 @@ class Band:
 
     def sees_some(self, queries: int, keys: int) -> bool:
         """Whether every query sees at least one of the keys."""
-        first, last = self.bounds(queries, keys)
+        return self.sees_some_at(np.arange(queries) + self.offset, keys)
+
+    def sees_some_at(self, at: np.ndarray, keys: int) -> bool:
+        """The same of queries at these positions."""
+        first, last = self.bounds_at(at, keys)
         return bool(min(self.prefix, keys) > 0 or (last > first).all())
 
     def moved(self, queries: int, keys: int) -> Band:
@@ -69,6 +82,21 @@ class Band:
             offset=self.offset + queries - keys,
             prefix=max(self.prefix - keys, 0),
             phase=(self.phase + keys) % self.chunk if self.chunk is not None else 0,
+        )
+
+    def strided(self, step: int, queries: int, keys: int) -> Band:
+        """The same band for each `step`-th query from number `queries` on, and each such key from `keys` on.
+        Chunks are a multiple of the step.
+        """
+        at, phase = queries + self.offset, (keys + self.phase) // step
+        offset = 0 if self.chunk is None else (at + self.phase) // step - phase
+        return Band(
+            right=None if self.right is None else (at + self.right - keys) // step - offset,
+            left=None if self.left is None else (self.left + keys - at) // step + offset,
+            offset=offset,
+            chunk=None if self.chunk is None else self.chunk // step,
+            prefix=max(-((keys - self.prefix) // step), 0),
+            phase=0 if self.chunk is None else phase % (self.chunk // step),
         )
 
     def simplified(self, queries: int, keys: int) -> Band | None:

@@ -21,21 +21,26 @@ import numpy as np
 from xform.ops.operation import apply, operation_of
 from xform.trace import JaxprEqn, Value, typeof
 
+MANY = 128
+"""More runs of rows than layers on stages have."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Reorder:
     """The rows along `dim` of an array of `rank` dimensions: new[i] = old[order[i]]; the other way, where it
-    goes back.
+    goes back. is_length: rows are the tokens of a text, which come in the model's own order with every call;
+    else they are layers, whose arrays can be stored in the other.
     """
 
     order: tuple[int, ...]
     rank: int
     dim: int = 0
     goes_back: bool = False
+    is_length: bool = False
 
     @property
     def name(self) -> str:
-        return "in_own_order" if self.goes_back else "by_stage"
+        return "in_own_order" if self.goes_back else "balanced" if self.is_length else "by_stage"
 
     @property
     def operands(self) -> tuple[str, ...]:
@@ -68,11 +73,20 @@ class Reorder:
         return inverse(self.order) if self.goes_back else self.order
 
     def plain(self, x: Value) -> Sequence[Value]:
-        parts = [jax.lax.slice_in_dim(x, a, b, axis=self.dim) for a, b in runs(self.taken)]
+        found = runs(self.taken)
+        if len(found) > MANY and (sizes := turned(self.taken)) is not None:
+            return [_looked_up(x, self._rows(sizes), self.dim)]
+        parts = [jax.lax.slice_in_dim(x, a, b, axis=self.dim) for a, b in found]
         return [jax.lax.concatenate(parts, self.dim) if len(parts) > 1 else x]
 
     def kernel(self, x: Value) -> Sequence[Value]:
         return [take(x, self.taken, self.dim)]
+
+    def _rows(self, sizes: tuple[int, int, int]) -> Value:
+        """What is taken, as the program counts it: a reshape would have the length be two axes everywhere."""
+        a, b, c = sizes
+        at = jax.lax.iota(np.int32, a * b * c)
+        return (at // c % a * b + at // (a * c)) * c + at % c
 
 
 def by_stage(x: Value, order: Sequence[int], dim: int = 0) -> Value:
@@ -83,9 +97,19 @@ def by_stage(x: Value, order: Sequence[int], dim: int = 0) -> Value:
     return _reordered(x, Reorder(tuple(map(int, order)), _rank(x), dim))
 
 
+def balanced(x: Value, order: tuple[int, ...], dim: int) -> Value:
+    """The tokens of x along a dimension in this order, as `by_stage`."""
+    return _reordered(x, Reorder(order, _rank(x), dim, is_length=True))
+
+
 def in_own_order(x: Value, order: Sequence[int], dim: int = 0) -> Value:
     """The rows of `by_stage(., order)` as they were: new[order[i]] = x[i]."""
     return _reordered(x, Reorder(tuple(map(int, order)), _rank(x), dim, goes_back=True))
+
+
+def in_text_order(x: Value, order: tuple[int, ...], dim: int) -> Value:
+    """The tokens of `balanced(., order)` as they were."""
+    return _reordered(x, Reorder(order, _rank(x), dim, goes_back=True, is_length=True))
 
 
 def reorder_of(eqn: JaxprEqn) -> Reorder | None:
@@ -100,10 +124,14 @@ def take(x: Value, rows: Sequence[int], dim: int) -> Value:
     """
     sizes = turned(rows)
     if sizes is None:
-        at = (slice(None),) * dim + (np.asarray(rows),)
-        return x.at[at].get(mode="promise_in_bounds", wrap_negative_indices=False, unique_indices=True)
+        return _looked_up(x, np.asarray(rows), dim)
     split = jnp.reshape(x, (*x.shape[:dim], *sizes, *x.shape[dim + 1 :]))
     return jnp.reshape(jnp.swapaxes(split, dim, dim + 1), x.shape)
+
+
+def _looked_up(x: Value, rows: Value, dim: int) -> Value:
+    at = (slice(None),) * dim + (rows,)
+    return x.at[at].get(mode="promise_in_bounds", wrap_negative_indices=False, unique_indices=True)
 
 
 def turned(order: Sequence[int]) -> tuple[int, int, int] | None:

@@ -11,6 +11,6 @@
 order only where something takes them together. All of it is exact, but for sums over rows, which are told.
 """
 
-from xform.ordering.writing import Stored, stored_by_stage
+from xform.ordering.writing import Stored, not_kept, stored_by_stage
 
-__all__ = ["Stored", "stored_by_stage"]
+__all__ = ["Stored", "not_kept", "stored_by_stage"]

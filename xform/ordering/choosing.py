@@ -54,6 +54,7 @@ class Choice:
                 self.ties.tie(a, b)
         self._orders: dict[int, Rows] = {}
         self._refused: dict[int, tuple[str, int]] = {}
+        self._lengths: set[Rows] = set()  # orders of lengths, in which nothing is stored
         self._stored = self._candidates()
         self._choose()
 
@@ -65,6 +66,11 @@ class Choice:
     def out_orders(self) -> list[Order | None]:
         numbers = [self._state.get(out) for out in range(len(self.jaxpr.outvars))]
         return [None if number is None else self._stored_as(number) for number in numbers]
+
+    @property
+    def refused(self) -> list[tuple[str, int]]:
+        """Why something is in the model's own order though another is asked for, and of how many bytes."""
+        return list(self._refused.values())
 
     # ------------------------------------------------------------ what others ask
 
@@ -111,9 +117,18 @@ class Choice:
         found = [
             Reordered(f"a sum over {len(rows)} layers", self.ties.line(place))
             for place, node in self.ties.sums
-            if (rows := self.order(node)) is not None
+            if (rows := self.order(node)) is not None and rows not in self._lengths
         ]
         return tuple(dict.fromkeys(found))
+
+    def edge(self) -> tuple[str, ...]:
+        """What is put in the order of a length as it comes, or back as it goes."""
+        found = [
+            f"{kind} {atom.aval.str_short()}"
+            for kind, atom, move in self._at_borders()
+            if self.order(move.node) in self._lengths
+        ]
+        return tuple(found)
 
     def _told(self) -> Iterator[tuple[str, str, str, int]]:
         for place, use in self.ties.uses.items():
@@ -122,13 +137,17 @@ class Choice:
             if op is not None:
                 name, why = op.name, "what it is made of is stored in another order"
                 node = None if use.own is None else self.ties.find(use.own)
-                if node not in self._orders and node not in self._refused:
+                refused = self._refused.get(-1 if node is None else node)
+                if node not in self._orders and (refused is None or op.is_length):
                     text = f"left `{name}` of {use.eqn.invars[0].aval.str_short()}"
-                    yield text, "nothing that is stored hangs with it", where, _bytes(use, use.eqn.invars[0])
+                    known = "nothing that is stored hangs with it" if refused is None else refused[0]
+                    yield text, known, where, _bytes(use, use.eqn.invars[0])
             for atom, move in self._told_of(place, use):
                 what = f"what `{name}` gives" if move.of_result else f"what `{name}` takes"
                 yield f"put {what} in order, {atom.aval.str_short()}", why, where, _bytes(use, atom)
-        for kind, atom, _ in self._at_borders():
+        for kind, atom, move in self._at_borders():
+            if self.order(move.node) in self._lengths:
+                continue
             yield (
                 f"put an {kind} in order, {atom.aval.str_short()}",
                 "it is not stored by stage",
@@ -175,7 +194,8 @@ class Choice:
         asking = [
             use.own
             for use in self.ties.uses.values()
-            if use.own is not None and (op := reorder_of(use.eqn)) is not None and not op.goes_back
+            if use.own is not None and (op := reorder_of(use.eqn)) is not None
+            if not op.goes_back and not op.is_length
         ]
         weights = self.ties.behind(asking)
         back = set(self._state.values())
@@ -194,9 +214,12 @@ class Choice:
             if use.own is not None and (op := reorder_of(use.eqn)) is not None:
                 counts = asked.setdefault(self.ties.find(use.own), collections.Counter())
                 counts[op.order] += _bytes(use, use.eqn.invars[0])
+                if op.is_length:
+                    self._lengths.add(op.order)
         fixed = {self.ties.find(node): why for node, why in self.ties.fixed.items()}
-        hung = [node for number in self._stored for node in self._roots(self.jaxpr.invars[number])]
-        for node in sorted(set(hung) & set(asked)):
+        hung = {node for number in self._stored for node in self._roots(self.jaxpr.invars[number])}
+        hung |= {node for node, counts in asked.items() if not self._lengths.isdisjoint(counts)}
+        for node in sorted(hung & set(asked)):
             if node in fixed:
                 self._refused[node] = fixed[node], asked[node].total()
             else:
@@ -209,13 +232,20 @@ class Choice:
             costs[self.ties.find(move.node)] += size(atom)
         for node in [node for node in self._orders if costs[node] > asked[node].total()]:
             del self._orders[node]
-            self._refused[node] = f"by stage, {costs[node]} bytes of it would be moved", asked[node].total()
+            self._refused[node] = (
+                f"in that order, {costs[node]} bytes of it would be moved",
+                asked[node].total(),
+            )
 
     def _stored_as(self, number: int) -> Order | None:
         if number in self._stored:
             for d, node in enumerate(self._dims(self.jaxpr.invars[number])):
                 rows = self.order(node)
-                if rows is not None and len(rows) == shape_of(self.jaxpr.invars[number])[d]:
+                if (
+                    rows is not None
+                    and rows not in self._lengths
+                    and len(rows) == shape_of(self.jaxpr.invars[number])[d]
+                ):
                     return Order(rows, d)
         return None
 

@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 
 from xform.higher_order import bodies, carries, equations, operands, scan_parts
+from xform.ops.operation import grouped_of, operation_of
 from xform.ops.rows import Reorder, reorder_of
 from xform.rewrite import Path
-from xform.spmd.forms import Form, each_alone, form_of
+from xform.spmd.forms import Draft, Form, each_alone, form_of
 from xform.trace import Atom, Jaxpr, JaxprEqn, Var, shape_of, source_line
 
 Place = tuple[Path, int]
@@ -251,9 +253,49 @@ class _Sides:
 
 def _form(eqn: JaxprEqn) -> Form | None:
     """What an equation does to dimensions, where its word holds for rows in any order."""
-    if eqn.primitive.name == "operation":  # it may count rows
+    if (op := operation_of(eqn)) is not None and grouped_of(op):  # rows come one group after the other
         return None
-    return each_alone(eqn) if eqn.primitive.name == "sharding_constraint" else form_of(eqn)
+    name = eqn.primitive.name
+    return LOOKUPS[name](eqn) if name in LOOKUPS else form_of(eqn)
+
+
+def _gather(eqn: JaxprEqn) -> Form:
+    """Indices each look up a row of their own."""
+    d, n, taken = Draft(eqn), eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
+    shape, out = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
+    batched = dict(zip(n.start_indices_batching_dims, n.operand_batching_dims, strict=True))
+    for k, row in enumerate(k for k in range(len(out)) if k not in n.offset_dims):
+        d.tie({0: batched[k], 1: k} if k in batched else {1: k}, {0: row})
+    windowed = (k for k in range(len(shape)) if k not in (*n.collapsed_slice_dims, *batched.values()))
+    for k, offset in zip(windowed, n.offset_dims, strict=True):
+        if taken[k] == shape[k]:
+            d.tie({0: k}, {0: offset})
+    return d.form()
+
+
+def _scatter(eqn: JaxprEqn) -> Form:
+    """Rows are each put in a place of their own, or added up there."""
+    d, n = Draft(eqn), eqn.params["dimension_numbers"]
+    shape, updated = shape_of(eqn.invars[0]), shape_of(eqn.invars[2])
+    batched = dict(zip(n.scatter_indices_batching_dims, n.operand_batching_dims, strict=True))
+    for k, row in enumerate(k for k in range(len(updated)) if k not in n.update_window_dims):
+        if k in batched:
+            d.tie({0: batched[k], 1: k, 2: row}, {0: batched[k]})
+        elif eqn.primitive.name != "scatter":  # of two rows for one place the last remains
+            d.tie({1: k, 2: row}, {}, "sum")
+    windowed = (k for k in range(len(shape)) if k not in (*n.inserted_window_dims, *batched.values()))
+    for k, window in zip(windowed, n.update_window_dims, strict=True):
+        if updated[window] == shape[k]:
+            d.tie({0: k, 2: window}, {0: k})
+    return d.form()
+
+
+LOOKUPS: dict[str, Callable[[JaxprEqn], Form]] = {
+    "sharding_constraint": each_alone,
+    "gather": _gather,
+    **dict.fromkeys(("scatter", "scatter-add", "scatter-sub", "scatter-min", "scatter-max"), _scatter),
+}
+"""Operations that the walk of `xform.spmd` treats otherwise."""
 
 
 def _scanned(eqn: JaxprEqn) -> tuple[float, float]:

@@ -40,7 +40,8 @@ from xform.trace import (
 class Stored:
     """A program over a state that is stored by stage.
 
-    inputs, outputs: the order of each. left: what is still moved. reordered: sums over rows.
+    inputs, outputs: the order of each. left: what is still moved. reordered: sums over rows. edge: inputs and
+    outputs that are moved into and out of the order of a length, and do not count as left.
     """
 
     jaxpr: Jaxpr
@@ -48,6 +49,7 @@ class Stored:
     outputs: Orders
     left: tuple[Left, ...]
     reordered: tuple[Reordered, ...]
+    edge: tuple[str, ...] = ()
 
 
 def stored_by_stage(jaxpr: Jaxpr, state: Mapping[int, int], keep: Collection[int] = ()) -> Stored | None:
@@ -66,7 +68,14 @@ def stored_by_stage(jaxpr: Jaxpr, state: Mapping[int, int], keep: Collection[int
     entering = [choice.entering(n) for n in range(len(jaxpr.invars))]
     leaving = [choice.leaving(n) for n in range(len(jaxpr.outvars))]
     new = inner if not any((*entering, *leaving)) else _bordered(inner, entering, leaving)
-    return Stored(new, tuple(choice.in_orders), tuple(choice.out_orders), choice.left(), choice.sums())
+    return Stored(
+        new, tuple(choice.in_orders), tuple(choice.out_orders), choice.left(), choice.sums(), choice.edge()
+    )
+
+
+def not_kept(jaxpr: Jaxpr) -> str:
+    """Why what a program reorders would not be kept in that order; "" where it would."""
+    return "; ".join(dict.fromkeys(why for why, _ in Choice(jaxpr, {}, ()).refused))
 
 
 def _bordered(jaxpr: Jaxpr, entering: Sequence[Sequence[Move]], leaving: Sequence[Sequence[Move]]) -> Jaxpr:
