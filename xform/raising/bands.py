@@ -1,8 +1,9 @@
 """A mask by position as a band, a chunk or a prefix: read in a few rows, and held to every point.
 
 The rows suggest where a query's keys begin and end; each combination of these is a `Band`, the simplest
-first. One that has the rows as they are is compared with the mask at all positions, by blocks, since it is
-never made whole; a row in which they differ is one more row to read.
+first. One that has the rows as they are is compared with the mask at all positions: at those where either may
+change, if they are known (`breaks`), else at each, by blocks, since it is never made whole. A row in which
+they differ is one more row to read.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ _BLOCK = 1 << 22
 _TRIES = 6
 
 
-def fit(seen: Seen, queries: int, keys: int) -> Band | None:
-    """The band that a mask is, at each of its positions; None where it is none."""
+def fit(seen: Seen, queries: int, keys: int, breaks: Sequence[Array] | None = None) -> Band | None:
+    """The band that a mask is, at each of its positions; None where it is none. breaks: the keys at which it
+    may change, each [queries] or for all of them, if these are known.
+    """
     columns = np.arange(keys, dtype=np.int32)[None, :]
     rows = sample(queries)
     tried: set[Band] = set()
@@ -33,7 +36,7 @@ def fit(seen: Seen, queries: int, keys: int) -> Band | None:
             if band in tried or not _agrees(band, rows, columns, read):
                 continue
             tried.add(band)
-            wrong = _first_wrong(band, seen, queries, columns)
+            wrong = _first_wrong(band, seen, queries, columns, breaks)
             if wrong is None:
                 return band
             rows = np.unique([*rows, wrong])
@@ -84,13 +87,24 @@ def _agrees(band: Band, rows: Array, columns: Array, read: Array) -> bool:
     return bool((band.allowed(rows[:, None].astype(np.int32), columns) == read).all())
 
 
-def _first_wrong(band: Band, seen: Seen, queries: int, columns: Array) -> int | None:
-    for rows in blocks(queries, columns.size):
-        differs = band.allowed(rows, columns) != seen(rows, columns)
+def _first_wrong(
+    band: Band, seen: Seen, queries: int, columns: Array, breaks: Sequence[Array] | None
+) -> int | None:
+    places = None if breaks is None else _places(band, queries, columns.size, breaks)
+    for rows in blocks(queries, columns.size if places is None else places.shape[1]):
+        at = columns if places is None else places[rows[:, 0]]
+        differs = band.allowed(rows, at) != seen(rows, at)
         if differs.any():
-            whole = np.broadcast_to(differs, (len(rows), columns.size))
+            whole = np.broadcast_to(differs, (len(rows), at.shape[1]))
             return int(rows[np.argmax(whole.any(axis=1)), 0])
     return None
+
+
+def _places(band: Band, queries: int, keys: int, breaks: Sequence[Array]) -> Array:
+    """For each query the keys at which the mask or the band may change, and the first, [queries, places]."""
+    own = [np.zeros((), np.int64), *band.bounds(queries, keys), np.asarray(band.prefix)]
+    each = [np.broadcast_to(x, (queries,)) for x in (*own, *breaks)]
+    return np.clip(np.stack(each, 1), 0, keys - 1).astype(np.int32)
 
 
 def _runs(row: Array) -> list[tuple[int, int]]:

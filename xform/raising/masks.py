@@ -35,6 +35,7 @@ import numpy as np
 from xform.ops.masks import Band
 from xform.raising.addends import FAR, Addends, Found, Impure
 from xform.raising.bands import blocks, fit, kinds
+from xform.raising.breaks import breaks
 from xform.raising.conditions import Condition, Conditions, sides
 from xform.raising.dims import Dims, Facts, Sizes, place
 from xform.raising.flat import View, dtype_of
@@ -185,7 +186,8 @@ class Masks:
                 return functools.reduce(np.logical_and, held)
 
             try:
-                self._bands[key] = fit(seen, queries, keys)
+                found = breaks(conditions, self.facts, self.sizes)
+                self._bands[key] = fit(seen, queries, keys, found)
             except Unknown:
                 self._bands[key] = None
         return self._bands[key]
