@@ -11,13 +11,20 @@ backward pass (Remat's `save=context`), which then needs no second forward kerne
 `--cycles` compiles to the end for the compiler's estimate of cycles. Passes are `narrow` and `kernels`, or
 those of `--use`.
 
+`--lengths` prints instead, of a step on one text of 131072 tokens with two such layers, for 1, 2, 4 and 8 chips
+of v6e along the axis: temp memory, seconds that rewriting took, and the largest array that has the length, or
+what a device has of it, twice: none has.
+
 The rows: v5e 4x4, fsdp 4 x context 4, length 32768, batch 4, each layer recomputed, AdamW.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
+import time
+from collections.abc import Sequence
 
 from tests.benchmarks.rows_maxtext import Row, against, parser, step
 from tests.benchmarks.traffic import sharded
@@ -38,12 +45,49 @@ ROWS = {
 """MaxText's rows E1 to E3, by the strategy."""
 
 
+LONG = 131072
+CHIPS = {
+    1: ("", "v6e-1"),
+    2: ("data=2,context=2", "v6e-4"),
+    4: ("context=4", "v6e-4"),
+    8: ("context=8", "v6e-8"),
+}
+"""For so many parts the mesh and the slice. There is none of two chips, and one text does not lie over `data`."""
+
+
+def lengths(uses: Sequence[str], balance: str) -> None:
+    """Temp memory of a step on one text, over more and more chips."""
+    for chips, (mesh, topology) in CHIPS.items():
+        row = Row(mesh, topology, 1, "full", 0, 0, 0, 0, layers=2, length=LONG)
+        over = [f"context:strategy=all_gather{f',balance={balance}' if balance else ''}"] * (chips > 1)
+        made, args, machine = step(row, sharded([*uses, *over], "explicit") if chips > 1 else uses)
+        start = time.perf_counter()
+        lowered = made.lower(*args).lowered
+        seconds = time.perf_counter() - start
+        try:
+            found = compile_lowered(lowered, topology=machine, mesh=made.mesh)
+        except OutOfDeviceMemory as error:
+            print(f"context={chips}  does not fit: {error}", flush=True)
+            continue
+        shapes = set(re.findall(r"\w+\[([\d,]+)\]", found.hlo_text))
+        sizes = [[int(n) for n in shape.split(",")] for shape in shapes]
+        twice = [shape for shape in sizes if sum(n >= LONG // chips and n % 1024 == 0 for n in shape) > 1]
+        temp = (found.memory["temp"] or 0) / 1e9
+        print(f"context={chips}  temp {temp:6.2f} GB  rewritten and lowered in {seconds:.1f} s", end="")
+        print(f"  length x length: {twice or 'none'}", flush=True)
+
+
 def main(arguments: list[str]) -> None:
     flags = parser("tests.benchmarks.context", list(ROWS))
     flags.add_argument("--cycles", action="store_true", help="compile to the end")
     flags.add_argument("--save", action="store_true", help="attention's results are kept")
     flags.add_argument("--balance", default="", help="the order of tokens")
+    flags.add_argument(
+        "--lengths", action="store_true", help="temp memory of one long text over 1 to 8 chips"
+    )
     options = flags.parse_args(arguments)
+    if options.lengths:
+        return lengths(options.use or ["chunkedloss", "kernels"], options.balance)
     for name in options.rows or ROWS:
         row = ROWS[name]
         if options.save:

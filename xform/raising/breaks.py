@@ -122,10 +122,12 @@ class _Places:
 
     def _below(self, view: View, atom: Atom, dims: Dims) -> tuple[View, Atom, Dims] | None:
         """The value of the same numbers that one is made of by movement, or is in a view around."""
+        if not isinstance(atom, Var):
+            return None
         eqn = view.maker(atom)
         if eqn is None:
-            known = isinstance(atom, Var) and atom in view.inputs and view.outer is not None
-            return (view.outer, view.inputs[atom], dims) if known and view.outer is not None else None
+            around = view.outer if atom in view.inputs else None
+            return None if around is None else (around, view.inputs[atom], dims)
         moved = pulled(eqn, eqn.outvars.index(atom), dims, self.sizes)
         if moved is None or (eqn.primitive.name in SAME and dtype_of(atom).kind not in "biuf"):
             return None
