@@ -24,11 +24,13 @@ from xform.higher_order import bodies, equations
 from xform.kernels import balance, lowering
 from xform.kernels.across import AcrossBackward, AcrossForward
 from xform.kernels.attention import AttentionForward, attention_and_lse
+from xform.kernels.carried import CarriedBackward, CarriedForward, carried
 from xform.kernels.lengths import Padded, in_order
 from xform.kernels.lowering import Options
+from xform.kernels.recurrence import RecurrenceForward
 from xform.kernels.sent import STRATEGIES, Sent
 from xform.ops import Operation, operation_of
-from xform.ops.rows import in_text_order
+from xform.ops.rows import balanced, in_text_order
 from xform.ordering import not_kept
 from xform.plans.rules import ways
 from xform.raising.finding import find
@@ -45,6 +47,11 @@ INNER = "context_usp_ulysses"
 
 RINGS = ("ring", "usp")
 
+SHARE = 0.5
+"""Of what attention takes and gives, how much may be moved in a forward pass for another order of tokens. A
+backward pass takes operands of a convolution, say, once more.
+"""
+
 
 @dataclasses.dataclass(frozen=True)
 class Context:
@@ -60,7 +67,7 @@ class Context:
         do: "zigzag", an early and a late piece of the text each, or "striped", every n-th token
         (`kernels.balance`). Tokens, labels, positions and masks are put in it as they come; within the
         program nothing is moved but what takes neighbours together, which the report tells; where that is
-        more than attention takes and gives, texts keep their own order.
+        more than half of what attention takes and gives, texts keep their own order.
 
     In the stages of a pipeline there is no ring: a permute is waited for by all devices, also by stages that
     run something else at that tick.
@@ -89,7 +96,7 @@ class Context:
         """The program with tokens in the order that is asked for; None where that is not worth it."""
         placing = _Placing(self.strategy, sizes, context, Report(), str(self.balance))
         made = rewrite(jaxpr, placing.rule, placing.report, "context")
-        why = not_kept(made)
+        why = not_kept(made, SHARE)
         if context.stage_axes:
             why = "the texts in the stages of a pipeline keep their own order"
         elif not placing.grows:
@@ -108,7 +115,7 @@ class Context:
             op = operation_of(eqn)
             if op is not None and _is_across(op) and not _axes(op):
                 raise PlanError(
-                    f"context ({source_line(eqn)}): the length of this attention lies over no {self.axis!r}."
+                    f"context ({source_line(eqn)}): the length of this {op.name} lies over no {self.axis!r}."
                     " Shard has to be in the plan, and to lay it so: by MaxText's rules it does, but for a"
                     " dimension that is not told to be the length (the plan's `axes` names it) or that a"
                     " rule of the plan leaves whole"
@@ -148,13 +155,13 @@ class Context:
         return found
 
     def _raised(self, jaxpr: Jaxpr, context: Told) -> Jaxpr:
-        """The program with attention that has no kernel as an operation too."""
+        """The program with attention and recurrences that have no kernel as operations too."""
         inside = sunk(jaxpr)
-        found = find(inside, "attention")
-        for near in found.declined:
+        each = [find(inside, name) for name in ("attention", "linear_recurrence")]
+        for near in (near for found in each for near in found.declined):
             context.report.declined("context", near.what, near.why, near.line or near.where)
         claims = []
-        for r in found.raised:
+        for r in (r for found in each for r in found.raised):
             try:
                 made = lowering.LOWERINGS[r.op](r, Options("", shortest=1, library="none"))
             except Decline as reason:
@@ -185,10 +192,12 @@ class _Placing:
         return math.prod(self.sizes.values())
 
     def rule(self, site: Site) -> Sequence[Value] | None:
-        found = _attention(site)
+        found = _differentiated(site)
         if found is None:
             return None
         op, results = found
+        if isinstance(op, RecurrenceForward):
+            return self._carried(op, site, results)
         padded = Padded.of(op, site.args, self.ways)
         across = self._across(padded.op, site, padded.length)
         args = padded.args
@@ -200,6 +209,24 @@ class _Placing:
         order = balance.order(across.balance, padded.length, self.ways)
         made = attention_and_lse(across, *in_order(args, across.balance, self.ways, not across.cross))
         return [in_text_order(made[i], order, 3) for i in results]
+
+    def _carried(self, op: RecurrenceForward, site: Site, results: Sequence[int]) -> Sequence[Value]:
+        """A recurrence whose steps lie in parts."""
+        t = shape_of(site.eqn.invars[0])[2]
+        order = self.balance if self.balance == "zigzag" and t % (2 * self.ways) == 0 else ""
+        what = f"recurrence of {t} steps"
+        if t % self.ways:
+            raise Decline(f"{what}, which do not divide over {self.ways}: all devices do all")
+        why = "a part's own steps, and what they make of a state that enters, sent to all"
+        self.report.did("context", f"{what}{', ' * bool(order)}{order}", why, site.line)
+        across, args = CarriedForward(op, tuple(self.sizes), balance=order), site.args
+        if not order:
+            made = carried(across, tuple(args))
+            return [made[i] for i in results]
+        rows = balance.order(order, t, self.ways)
+        out, final = carried(across, (*(balanced(x, rows, 2) for x in args[:-1]), args[-1]))
+        made = in_text_order(out, rows, 2), final
+        return [made[i] for i in results]
 
     def _across(self, op: AttentionForward, site: Site, length: int) -> AcrossForward:
         """The operation that is put in its place, which the report is told of."""
@@ -258,9 +285,9 @@ class _Placing:
         return chosen, known
 
 
-def _attention(site: Site) -> tuple[AttentionForward, list[int]] | None:
-    """The attention that a call with a derivative of its own computes, of its operands in their order, and
-    which of out and lse it gives.
+def _differentiated(site: Site) -> tuple[AttentionForward | RecurrenceForward, list[int]] | None:
+    """The attention or recurrence that a call with a derivative of its own computes, of its operands in their
+    order, and which of its results it gives.
     """
     if site.name != "custom_vjp_call":
         return None
@@ -269,7 +296,7 @@ def _attention(site: Site) -> tuple[AttentionForward, list[int]] | None:
     if len(found) != 1 or list(found[0].invars) != list(body.invars):
         return None
     op: Any = operation_of(found[0])
-    if not isinstance(op, AttentionForward):
+    if not isinstance(op, AttentionForward | RecurrenceForward):
         if op.name == "attention":
             raise Decline("its kernel is not JAX's, and does not run on parts: kernels.library has another")
         return None
@@ -281,11 +308,12 @@ def _attention(site: Site) -> tuple[AttentionForward, list[int]] | None:
 
 
 def _is_across(op: Operation) -> bool:
-    return isinstance(getattr(op, "op", op), AcrossForward | AcrossBackward)
+    kinds = AcrossForward | AcrossBackward | CarriedForward | CarriedBackward
+    return isinstance(getattr(op, "op", op), kinds)
 
 
 def _axes(op: Any) -> tuple[str, ...]:
     """The mesh axes over which an operation's length lies."""
     op = getattr(op, "op", op)
-    axes: tuple[str, ...] = (op.forward if isinstance(op, AcrossBackward) else op).axes
+    axes: tuple[str, ...] = getattr(op, "forward", op).axes
     return axes

@@ -11,8 +11,8 @@ backward pass (Remat's `save=context`), which then needs no second forward kerne
 `--cycles` compiles to the end for the compiler's estimate of cycles. Passes are `narrow` and `kernels`, or
 those of `--use`.
 
-`--lengths` prints instead, of a step on one text of 131072 tokens with two such layers, for 1, 2, 4 and 8 chips
-of v6e along the axis: temp memory, seconds that rewriting took, and the largest array that has the length, or
+`--lengths` prints instead, of a step on one text of 131072 tokens with two such layers, for 1, 2, 4 and 8
+chips of v6e along the axis: temp memory, seconds that rewriting took, and the arrays that have the length, or
 what a device has of it, twice: none has.
 
 The rows: v5e 4x4, fsdp 4 x context 4, length 32768, batch 4, each layer recomputed, AdamW.
@@ -52,7 +52,7 @@ CHIPS = {
     4: ("context=4", "v6e-4"),
     8: ("context=8", "v6e-8"),
 }
-"""For so many parts the mesh and the slice. There is none of two chips, and one text does not lie over `data`."""
+"""For so many parts the mesh and the slice. None has two chips, and one text does not lie over `data`."""
 
 
 def lengths(uses: Sequence[str], balance: str) -> None:
@@ -82,9 +82,7 @@ def main(arguments: list[str]) -> None:
     flags.add_argument("--cycles", action="store_true", help="compile to the end")
     flags.add_argument("--save", action="store_true", help="attention's results are kept")
     flags.add_argument("--balance", default="", help="the order of tokens")
-    flags.add_argument(
-        "--lengths", action="store_true", help="temp memory of one long text over 1 to 8 chips"
-    )
+    flags.add_argument("--lengths", action="store_true", help="one long text over 1 to 8 chips")
     options = flags.parse_args(arguments)
     if options.lengths:
         return lengths(options.use or ["chunkedloss", "kernels"], options.balance)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 from collections.abc import Collection, Iterator, Mapping
 
 from xform.ops.rows import reorder_of
@@ -37,10 +38,13 @@ class Choice:
     """The order of each node of a program.
 
     state: output -> the input that it is at the next call. keep: inputs that are not to be stored otherwise.
-    in_orders, out_orders: of the inputs and outputs.
+    share: how much of what asks for the order of a length may be moved besides; infinite where that was
+    decided before. in_orders, out_orders: of the inputs and outputs.
     """
 
-    def __init__(self, jaxpr: Jaxpr, state: Mapping[int, int], keep: Collection[int]) -> None:
+    def __init__(
+        self, jaxpr: Jaxpr, state: Mapping[int, int], keep: Collection[int], share: float = math.inf
+    ) -> None:
         self.jaxpr, self.ties = jaxpr, Ties(jaxpr)
         self._state = {
             out: number
@@ -54,6 +58,7 @@ class Choice:
                 self.ties.tie(a, b)
         self._orders: dict[int, Rows] = {}
         self._refused: dict[int, tuple[str, int]] = {}
+        self._share = share
         self._lengths: set[Rows] = set()  # orders of lengths, in which nothing is stored
         self._stored = self._candidates()
         self._choose()
@@ -230,12 +235,16 @@ class Choice:
                 costs[self.ties.find(move.node)] += _bytes(use, atom)
         for _, atom, move in self._at_borders():
             costs[self.ties.find(move.node)] += size(atom)
-        for node in [node for node in self._orders if costs[node] > asked[node].total()]:
+        for node in [node for node in self._orders if costs[node] > self._most(node, asked[node].total())]:
             del self._orders[node]
             self._refused[node] = (
                 f"in that order, {costs[node]} bytes of it would be moved",
                 asked[node].total(),
             )
+
+    def _most(self, node: int, asked: int) -> float:
+        """How many bytes may be moved for an order that so many are asked to have."""
+        return asked * self._share if self._orders[node] in self._lengths else asked
 
     def _stored_as(self, number: int) -> Order | None:
         if number in self._stored:

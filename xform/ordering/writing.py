@@ -73,9 +73,11 @@ def stored_by_stage(jaxpr: Jaxpr, state: Mapping[int, int], keep: Collection[int
     )
 
 
-def not_kept(jaxpr: Jaxpr) -> str:
-    """Why what a program reorders would not be kept in that order; "" where it would."""
-    return "; ".join(dict.fromkeys(why for why, _ in Choice(jaxpr, {}, ()).refused))
+def not_kept(jaxpr: Jaxpr, share: float) -> str:
+    """Why what a program reorders would not be kept in that order, since more than a share of it would be
+    moved for that; "" where it would.
+    """
+    return "; ".join(dict.fromkeys(why for why, _ in Choice(jaxpr, {}, (), share).refused))
 
 
 def _bordered(jaxpr: Jaxpr, entering: Sequence[Sequence[Move]], leaving: Sequence[Sequence[Move]]) -> Jaxpr:
