@@ -56,7 +56,15 @@ class Accumulate:
     reduce: Literal["each", "once"] = "each"
 
     stages: ClassVar[tuple[str, ...]] = ("model", "step")
-    after: ClassVar[tuple[str, ...]] = ("roll", "chunkedloss", "kernels", "context", "experts", "quantize", "remat")
+    after: ClassVar[tuple[str, ...]] = (
+        "roll",
+        "chunkedloss",
+        "kernels",
+        "context",
+        "experts",
+        "quantize",
+        "remat",
+    )
 
     def cuts(self, rows: int) -> int:
         """Into how many microbatches a batch is cut."""

@@ -1,8 +1,8 @@
 """Sends tokens to the experts that they chose, which lie over devices, and what these give back.
 
-    order = argsort ids; rows = x[order // j]                   y = operation[experts] ids x w gates
-    z = ragged_dot (silu (ragged_dot rows up)) down       ->    and backward:
-    y = einsum gates z[argsort order]                           dx, dw, dgates = operation[experts_backward] ...
+    order = argsort ids; rows = x[order // j]                  y = operation[experts] ids x w gates
+    z = ragged_dot (silu (ragged_dot rows up)) down      ->    and backward:
+    y = einsum gates z[argsort order]                          dx, dw, dg = operation[experts_backward] ...
 
 The experts that a token goes to, and which have no place for it, stay the program's own: the ids are what the
 program has computed. Before autodiff all that lies between them and the tokens' results becomes one operation
@@ -22,7 +22,15 @@ from xform.context import Context
 from xform.errors import Decline, PlanError
 from xform.experts import Sorted, lifted
 from xform.experts.combining import Combine, Combined, combined
-from xform.experts.dispatch import NONE, RAGGED, SLOTS, Dispatch, DispatchBackward, DispatchForward, dispatched
+from xform.experts.dispatch import (
+    NONE,
+    RAGGED,
+    SLOTS,
+    Dispatch,
+    DispatchBackward,
+    DispatchForward,
+    dispatched,
+)
 from xform.experts.function import Function
 from xform.experts.sent import Sent
 from xform.higher_order import equations
@@ -32,7 +40,8 @@ from xform.raising.flat import View, views
 from xform.raising.placing import Claim, placed
 from xform.report import amount
 from xform.sharding import regions
-from xform.trace import Jaxpr, Literal as Constant, Value, Var, shape_of, source_line
+from xform.trace import Jaxpr, Value, Var, shape_of, source_line
+from xform.trace import Literal as Constant
 
 WHAT = "tokens by expert"
 
@@ -43,18 +52,19 @@ class Experts:
 
     axis: the mesh axis that experts lie over.
     dispatch: how tokens come to the devices of their experts: "ring", all tokens to all of these devices and
-        sums of the results back; "all_to_all", each choice to the device of its expert and back, in slots;
-        "ragged_all_to_all", as many to each device as there are for it, which not all slices can; "none", experts come together on each device. By default, for each layer, what sends the fewest bytes
-        where experts have equally many tokens.
-    capacity: the slots that a device has for each of the devices, of "ragged_all_to_all" for all, of as many as
-        it takes where experts have equally many tokens. No token is dropped: when some device has more choices
-        for another than slots, the layer's tokens go by a ring.
-    block: rows of a device's experts are computed in blocks, of so many of those that it has where experts have
-        equally many tokens, and no more blocks than it has rows for.
-    chunks: tokens are sent in so many chunks, so that one is sent while another is multiplied.
+        sums of the results back (MaxText's ring of experts); "all_to_all", each choice to the device of its
+        expert and back, in slots; "ragged_all_to_all", as many to each device as there are for it, which not
+        all slices can; "none", experts come together on each device. By default, for each layer, what sends
+        the fewest bytes where experts have equally many tokens.
+    capacity: the slots that a device has for each of the devices, of "ragged_all_to_all" for all, of as many
+        as it takes where experts have equally many tokens. No token is dropped: when some device has more
+        choices for another than slots, the layer's tokens go by a ring.
+    block: rows of a device's experts are computed in blocks, of so many of those that it has where experts
+        have equally many tokens, and no more blocks than it has rows for.
+    chunks: tokens are sent in so many chunks, so that one may be sent while another is multiplied.
 
-    Raises PlanError where the mesh lacks the axis, and where a layer's experts do not divide over it though
-    the plan says how they are sent.
+    Raises PlanError where the mesh lacks the axis, for numbers that are none of these, and where a layer's
+    experts do not divide over the axis though the plan says how they are sent.
     """
 
     axis: str = "expert"
@@ -64,7 +74,14 @@ class Experts:
     chunks: int = 1
 
     stages: ClassVar[tuple[str, ...]] = ("model",)
-    after: ClassVar[tuple[str, ...]] = ("roll", "chunkedloss", "sparseexperts", "quantize", "kernels", "shard")
+    after: ClassVar[tuple[str, ...]] = (
+        "roll",
+        "chunkedloss",
+        "sparseexperts",
+        "quantize",
+        "kernels",
+        "shard",
+    )
     brings: ClassVar[tuple[str, ...]] = ("sparseexperts",)
 
     @property
@@ -72,6 +89,9 @@ class Experts:
         return self.axis
 
     def rewrite(self, jaxpr: Jaxpr, context: Context) -> Jaxpr:
+        for option, least in (("capacity", 1.0), ("block", 0.1), ("chunks", 1)):
+            if not (have := getattr(self, option)) >= least:
+                raise PlanError(f"experts.{option} = {have}: it takes {least} or more")
         if self.axis not in context.mesh.shape:
             has = ", ".join(context.mesh.shape) or "no axes"
             raise PlanError(
@@ -96,7 +116,9 @@ class Experts:
         try:
             found = combined(view, scope, z)
         except Decline as why:
-            context.report.declined("experts", "what a token's choices give, added up", str(why), view.line(number))
+            context.report.declined(
+                "experts", "what a token's choices give, added up", str(why), view.line(number)
+            )
             found = Combined(Combine(), (), z)
         how = self._how(function, found.combine, shape_of(ids), view.line(number), context)
         sources = [others[function.sources[n]] for n in function.taken]
@@ -116,8 +138,11 @@ class Experts:
     def _how(
         self, function: Function, combine: Combine, shape: Sequence[int], line: str, context: Context
     ) -> Dispatch:
-        ways, experts = context.mesh.shape[self.axis], function.experts
-        (tokens, choices), what = shape, f"{function.experts} experts, {shape[1]} for each of {shape[0]} tokens"
+        ways = context.mesh.shape[self.axis]
+        (tokens, choices), what = (
+            shape,
+            f"{function.experts} experts, {shape[1]} for each of {shape[0]} tokens",
+        )
         why = self._undivided(function, ways, tokens, context)
         if why or ways == 1 or self.dispatch == NONE:
             if why and self.dispatch not in (None, NONE):
@@ -127,7 +152,7 @@ class Experts:
         outer = self._outer(context)
         sent = Sent.of(function, combine, tokens // (outer * ways), choices, ways, self.capacity)
         costs = sent.all(context.differentiated, named=self.dispatch)
-        chosen = self.dispatch or min(costs, key=lambda name: costs[name])
+        chosen: str = self.dispatch or min(costs, key=lambda name: costs[name])
         others = ", ".join(f"{name} {amount(cost)}" for name, cost in costs.items() if name != chosen)
         own = f"{amount(costs[chosen])} a device, {sent.passes(context.differentiated)}, over {self.axis}"
         if chosen in (SLOTS, RAGGED) and sent.may_overflow(chosen):
@@ -142,8 +167,10 @@ class Experts:
         """Why experts cannot lie over so many devices; "" where they can."""
         if function.experts % ways:
             return f"{function.experts} experts do not divide over {ways} devices of {self.axis!r}"
-        if tokens % (self._outer(context) * ways):
-            return f"{tokens} tokens do not divide over the devices of their batch"
+        parts = self._outer(context) * ways
+        if tokens % (parts * self.chunks):
+            chunks = f", each in {self.chunks} chunks" if self.chunks > 1 else ""
+            return f"{tokens} tokens do not divide over {parts} devices{chunks}"
         return function.refused(ways)
 
     def _outer(self, context: Context) -> int:
@@ -160,9 +187,10 @@ class Experts:
             op: Any = operation_of(eqn)
             if op is not None and _is_dispatch(op) and op.ways > 1 and not op.axes:
                 raise PlanError(
-                    f"experts ({source_line(eqn)}): these experts lie over no {self.axis!r}. Shard has to be in"
-                    " the plan, and to lay them so: by MaxText's rules it does, but for a dimension that is not"
-                    " told to be of experts (the plan's `axes` names it) or that a rule of the plan leaves whole"
+                    f"experts ({source_line(eqn)}): these experts lie over no {self.axis!r}. Shard has to be"
+                    " in the plan, and to lay them so: by MaxText's rules it does, but for a dimension that"
+                    " is not told to be of experts (the plan's `axes` names it) or that a rule of the plan"
+                    " leaves whole"
                 )
         return jaxpr
 

@@ -1,12 +1,12 @@
 """Computes for each token only the experts that it chose, whichever way the program was written.
 
-    h = silu (x up[x]) of all experts; y = sum_x mask[t,x] h down[x]        order = argsort ids
-    r = dispatch[t,x,c] x; h = ...; y = combine[t,x,c] h               ->   z = ragged_dot (silu (ragged_dot x[order] up)) down
-                                                                            y = sum_j gates[t,j] z[argsort order]
+    h = silu (x up[e]) of all experts; y = sum_e gate[t,e] h down[e]        order = argsort ids
+    r = dispatch[t,e,c] x; h = ...; y = combine[t,e,c] h              ->    h = ragged_dot x[order] up counts
+    for e: y += where(ids == e, f_e(x), 0)                                  y = sum_j gates[t,j] z[t,j]
 
-MaxText calls the one its dense, the other its sparse matmul. What no token chose is not computed, and no mask of
-tokens, experts and places is multiplied with. Which experts a token goes to, and which have no place for it, is
-told from what the program's masks come out as (`xform.experts.raised`), and stays.
+MaxText calls the one its dense, the other its sparse matmul. What no token chose is not computed, and no mask
+of tokens, experts and places is multiplied with. Which experts a token goes to, and which have no place for
+it, is told from what the program's masks come out as (`xform.experts.raised`), and stays.
 """
 
 from __future__ import annotations

@@ -110,7 +110,11 @@ def stepped(layer: Any) -> Any:
 
 
 def planned(
-    mesh: Mapping[str, int] = MESH, collectives: Any = "explicit", more: Any = (), axes: Any = (), **options: Any
+    mesh: Mapping[str, int] = MESH,
+    collectives: Any = "explicit",
+    more: Any = (),
+    axes: Any = (),
+    **options: Any,
 ) -> Plan:
     passes = [Experts(**options), Shard(strict=False, collectives=collectives), *more]
     return Plan(mesh, passes, axes=dict(axes))

@@ -1,12 +1,12 @@
-"""Mixtral 8x7B and DeepSeek-V2 16B training steps with experts over an axis, compiled for a TPU slice, against
-MaxText's.
+"""Mixtral 8x7B and DeepSeek-V2 16B training steps with experts over an axis, compiled for a TPU slice,
+against MaxText's.
 
     python -m tests.benchmarks.experts [ROW ...] [--cycles] [--layers N] [--use PASS ...]
 
 Prints for each row, per device and step as compiled: bytes on the wire and temp memory with their ratios to
-MaxText's; arithmetic; and below it the collectives over each axis, by kind. `--cycles` compiles to the end for
-the compiler's estimate of cycles. `--layers` takes fewer layers; then there are no ratios. Passes are `narrow`,
-`kernels` and `experts`, or those of `--use`.
+MaxText's; arithmetic; and below it the collectives over each axis, by kind. `--cycles` compiles to the end
+for the compiler's estimate of cycles. `--layers` takes fewer layers; then there are no ratios. Passes are
+`narrow`, `kernels` and `experts`, or those of `--use`.
 
 The rows: one text of 2048 tokens a chip, each layer recomputed, AdamW. C2 and C2b have places for 1.25 times
 the tokens that an expert would have if all had the same, and drop the others (`routing="capacity"`); the

@@ -40,9 +40,9 @@ class Rows:
 def computed(
     function: Function, rows: Rows, given: Sequence[Value], choices: int, size: int
 ) -> tuple[Value, Value, Value]:
-    """The function's results for all choices of tokens in the order of experts, that order, and its inverse; for
-    those that are not to be computed zeros. given: what it takes besides numbers of experts. size: rows at
-    once.
+    """The function's results for all choices of tokens in the order of experts, that order, and its inverse;
+    for those that are not to be computed zeros. given: what it takes besides numbers of experts. size: rows
+    at once.
     """
     order = jnp.argsort(rows.local)
     back = jnp.argsort(order)
@@ -63,8 +63,8 @@ def computed(
         takes = {n: ordered(x, order, back, moved[n]) if n in moved else x for n, x in known.items()}
         made = _run(function, takes, numbers[2], looked, counts)
     else:
-        of = tuple(moved.get(n, 0) for n in function.taken)
-        made = _in_blocks(function, of, size, there, numbers, tuple(known[n] for n in function.taken))
+        each = tuple(moved.get(n, 0) for n in function.taken)
+        made = _in_blocks(function, each, size, there, numbers, tuple(known[n] for n in function.taken))
     if rows.own is not None:
         own = (jnp.arange(order.shape[0]) < there).reshape(-1, *(1,) * (made.ndim - 1))
         made = jnp.where(own, made, jnp.zeros((), made.dtype))
@@ -122,14 +122,17 @@ def _filled(x: Value, size: int) -> Value:
 
 
 def _taken(of: Sequence[int], at: Value, given: Sequence[Value]) -> list[Value]:
-    return [
-        x.at[at // k].get(mode="promise_in_bounds") if k else x for k, x in zip(of, given, strict=True)
-    ]
+    return [x.at[at // k].get(mode="promise_in_bounds") if k else x for k, x in zip(of, given, strict=True)]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _in_blocks(
-    function: Function, of: tuple[int, ...], size: int, there: Value, numbers: Numbers, given: tuple[Value, ...]
+    function: Function,
+    of: tuple[int, ...],
+    size: int,
+    there: Value,
+    numbers: Numbers,
+    given: tuple[Value, ...],
 ) -> Value:
     order, back, *rest, counts = numbers
     at, *rest = (_filled(x, size) for x in (order, *rest))
@@ -149,7 +152,12 @@ def _in_blocks(
 
 
 def _forward(
-    function: Function, of: tuple[int, ...], size: int, there: Value, numbers: Numbers, given: tuple[Value, ...]
+    function: Function,
+    of: tuple[int, ...],
+    size: int,
+    there: Value,
+    numbers: Numbers,
+    given: tuple[Value, ...],
 ) -> tuple[Value, Any]:
     return _in_blocks(function, of, size, there, numbers, given), (there, numbers, given)
 

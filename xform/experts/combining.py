@@ -1,4 +1,5 @@
-"""How what a token's choices give is put together: found after the rows are back, and done on what a device has.
+"""How what a token's choices give is put together: found after the rows are back, and done on what a device
+has.
 
     y = einsum("mj,mje->me", gates, z)                 y = reduce_sum(z * gates[..., None], axis=1)
 
@@ -16,18 +17,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from xform.axes import Factor, Scope
+from xform.axes import Scope
 from xform.errors import Decline
 from xform.raising.flat import View
-from xform.trace import Atom, JaxprEqn, Literal, Value, Var, shape_of
+from xform.trace import Atom, JaxprEqn, Literal, Value, Var
 
 MOVED = frozenset(("reshape", "transpose", "squeeze", "expand_dims", "copy"))
 
 
 @dataclasses.dataclass(frozen=True)
 class Combine:
-    """y = sum_j gates[m,j] z[m,j], gates being the product of so many, in dtype `out`; without an `out` z stays
-    as it is.
+    """y = sum_j gates[m,j] z[m,j], gates being the product of so many, in dtype `out`; without an `out` z
+    stays as it is.
     """
 
     gates: int = 0
@@ -46,8 +47,8 @@ class Combine:
 
 @jax.custom_vjp
 def taken(rows: Value, order: Value, places: Value) -> Value:
-    """The row of each choice, zeros where there is none. A choice has one row, so that gradients are looked up
-    too, where JAX's would be added up at an index.
+    """The row of each choice, zeros where there is none. A choice has one row, so that gradients are looked
+    up too, where JAX's would be added up at an index.
     """
     made: Value = rows.at[places].get(mode="fill", fill_value=0)
     return made

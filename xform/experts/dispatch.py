@@ -11,8 +11,9 @@ keeps nothing but what the operation took: rows are sorted, sent and multiplied 
 strategy: how tokens come to the devices of their experts. "ring": all tokens to all of these devices, and
 sums of what each gives back (MaxText's ring of experts). "all_to_all": each choice to the device of its
 expert, in slots of which there are so many for each device; where a device has more choices for another than
-slots, all devices take the ring instead, so that nothing is lost. "ragged_all_to_all": as many choices to each device
-as there are for it, into a buffer of so many; where one has more, again the ring. "none": experts lie whole on each device.
+slots, all devices take the ring instead, so that nothing is lost. "ragged_all_to_all": as many choices to
+each device as there are for it, into a buffer of so many; where one has more, again the ring. "none": experts
+lie whole on each device.
 """
 
 from __future__ import annotations
@@ -49,12 +50,12 @@ Way = Callable[[Value, Sequence[Value]], Value]
 
 @dataclasses.dataclass(frozen=True)
 class Dispatch:
-    """function: what is done with rows. combine: what is made of their results. lies: the mesh axes of the plan
-    over which experts are to lie, `ways` devices; outer: the parts in which tokens lie over axes further out
-    than these. capacity: of "all_to_all", the slots for each device of experts, of so many as its experts had
-    choices if all had the same. chunks: in which tokens are sent, one after the other. block: rows that are
-    computed at once, of so many as a device has if all experts had the same. axes: those over which experts do
-    lie.
+    """function: what is done with rows. combine: what is made of their results. lies: the mesh axes of the
+    plan over which experts are to lie, `ways` devices; outer: the parts in which tokens lie over axes further
+    out than these. capacity: of "all_to_all", the slots for each device of experts, of so many as its experts
+    had choices if all had the same. chunks: in which tokens are sent, one after the other. block: rows that
+    are computed at once, of so many as a device has if all experts had the same. axes: those over which
+    experts do lie.
     """
 
     function: Function
@@ -153,7 +154,7 @@ class Dispatch:
     def _by_slots(self, ids: Value, args: Sequence[Value]) -> Value:
         """Each choice to the device of its expert, and back."""
         function, count = self.function, len(self.function.taken)
-        (tokens, choices), experts = ids.shape, function.experts // self.ways
+        tokens, choices = ids.shape
         way = self._route(ids.reshape(-1), self.room(tokens, choices))
         sent = []
         for n, x in zip(function.taken, args[:count], strict=True):
@@ -176,8 +177,8 @@ class Dispatch:
         return self.function.experts // (self.ways if self.axes else 1)
 
     def room(self, tokens: int, choices: int) -> int:
-        """The slots that a device has for each device, of choices of so many tokens; of a ragged all-to-all for
-        those of all devices.
+        """The slots that a device has for each device, of choices of so many tokens; of a ragged all-to-all
+        for those of all devices.
         """
         even = self.capacity * tokens * choices
         slots = math.ceil(even if self.strategy == RAGGED else even / self.ways)
@@ -191,8 +192,8 @@ class Dispatch:
         self, ids: Value, own: Value | None, given: Sequence[Value], choices: int, even: int
     ) -> tuple[Value, Value, Value]:
         """The function's results for choices of tokens, in the order of experts, that order, and its inverse;
-        own: those that are for this device, the others' are zero; even: how many they are where all devices have
-        the same.
+        own: those that are for this device, the others' are zero; even: how many they are where all devices
+        have the same.
         """
         function, local = self.function, ids
         if own is not None:

@@ -1,5 +1,5 @@
-"""The expert function: what is done with the rows of experts, for any number of rows, of experts, of features,
-and its derivative.
+"""The expert function: what is done with the rows of experts, for any number of rows, of experts, of
+features, and its derivative.
 
 `Middle` is the user's program at the user's sizes. Which of its dimensions are of experts, and which are
 features that it sums over, is told from its axes; that each device may have some of them is proven by the
@@ -129,7 +129,9 @@ class Function:
             if factor in outside or not any(self.takes[n] == GIVEN for n in at):
                 continue
             try:
-                made = local(self.jaxpr, with_rows(len(self.takes), at), Sized(factor.size, 1, have=factor.size))
+                made = local(
+                    self.jaxpr, with_rows(len(self.takes), at), Sized(factor.size, 1, have=factor.size)
+                )
             except Mixes:
                 continue
             if all(s == SUM for s in made.outs):
@@ -197,9 +199,7 @@ class Function:
 
     def _sized(self, shapes: Sequence[tuple[int, ...]]) -> Run:
         count = next(s[0] for s, t in zip(shapes, self.takes, strict=True) if t in ROWS)
-        states: list[State] = [
-            rows(0) if t in ROWS else GROUPS if t == COUNTS else SAME for t in self.takes
-        ]
+        states: list[State] = [rows(0) if t in ROWS else GROUPS if t == COUNTS else SAME for t in self.takes]
         jaxpr, _ = resized(self.jaxpr, states, self.size, count)
         for at in self.of_features:
             n, d = next(iter(at.items()))

@@ -172,7 +172,8 @@ def _is_natural(view: View, v: Atom, depth: int = 8) -> bool:
 
 
 _KEEP_NATURAL = frozenset(
-    "add broadcast_in_dim clamp concatenate convert_element_type copy min mul reshape slice squeeze transpose".split()
+    ("add", "broadcast_in_dim", "clamp", "concatenate", "convert_element_type", "copy", "min", "mul")
+    + ("reshape", "slice", "squeeze", "transpose")
 )
 
 

@@ -35,8 +35,8 @@ LETTERS = "".join(c for c in string.ascii_letters if c not in "mj") + "".join(ma
 class Middle:
     """What is done with sorted rows: a program that takes `takes` and gives arrays with a row for each.
 
-    size: the number of rows that it was written for. experts: how many there are. bounded: whether no row is of
-    an expert that there is not; natural: whether none has a number that is negative.
+    size: the number of rows that it was written for. experts: how many there are. bounded: whether no row is
+    of an expert that there is not; natural: whether none has a number that is negative.
     """
 
     jaxpr: Jaxpr

@@ -2,8 +2,8 @@
 
     rows = ragged_all_to_all x[order of devices]         z[choice] = ragged_all_to_all out
 
-What arrives lies in a buffer, the rows of one device after those of another. As `routes` otherwise. XLA has the
-collective for TPU alone; elsewhere the same rows are taken from those of all devices.
+What arrives lies in a buffer, the rows of one device after those of another. As `routes` otherwise. XLA has
+the collective for TPU alone; elsewhere the same rows are taken from those of all devices.
 """
 
 from __future__ import annotations

@@ -47,8 +47,8 @@ class Route:
 
 
 def route(ids: Value, axes: Axes, ways: int, experts: int, room: int) -> Route:
-    """The route of choices with these numbers of experts, of which each of `ways` devices has `experts`. room:
-    the slots that a device has for each of the devices. A choice of no expert stays where it is.
+    """The route of choices with these numbers of experts, of which each of `ways` devices has `experts`.
+    room: the slots that a device has for each of the devices. A choice of no expert stays where it is.
     """
     count = ids.shape[0]
     device = devices(ids, axes, ways, experts)

@@ -23,10 +23,10 @@ NUMBER = 4
 
 @dataclasses.dataclass(frozen=True)
 class Sent:
-    """Of `tokens` of a device, `choices` each, to experts on `ways` devices. Bytes: token, choice: of what the
-    function takes of each token and of each choice, and its floats alone; made: of a choice's result. gates:
-    of a choice; summed: whether a token's choices are put together where their experts are. weights: of all
-    experts.
+    """Of `tokens` of a device, `choices` each, to experts on `ways` devices. Bytes: token, choice: of what
+    the function takes of each token and of each choice, and its floats alone; made: of a choice's result.
+    gates: of a choice; summed: whether a token's choices are put together where their experts are. weights:
+    of all experts.
     """
 
     how: Dispatch

@@ -58,9 +58,7 @@ def resized(
 def places(jaxpr: Jaxpr, factor: Factor) -> dict[int, int]:
     """The inputs that have a factor as a dimension of theirs, by number, and which it is."""
     axes = find_axes(jaxpr).root
-    return {
-        n: d for n, v in enumerate(jaxpr.invars) for d, dim in enumerate(axes[v]) if dim == (factor,)
-    }
+    return {n: d for n, v in enumerate(jaxpr.invars) for d, dim in enumerate(axes[v]) if dim == (factor,)}
 
 
 def with_rows(count: int, at: Mapping[int, int]) -> list[State]:

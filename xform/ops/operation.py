@@ -51,9 +51,9 @@ class Operation(Protocol):
     linear in its one operand, and gradients of its result become the operand's by this operation. `batched`:
     the operation on arrays that all have a dimension more, in front. `grouped`: the letter of rows that
     come in groups, whose sizes it takes: each is treated alone but for its group, results that lack it are
-    sums; `groups` is the letter of the groups. `shared`: (rows, blocks, outer, ways), two letters that lie over
-    the same mesh axes in `ways` parts, of rows the `outer` parts lying further out: between these the operation
-    moves things itself, and is told of the axes by the letter of the blocks.
+    sums; `groups` is the letter of the groups. `shared`: (rows, blocks, outer, ways), two letters that lie
+    over the same mesh axes in `ways` parts, of rows the `outer` parts lying further out: between these the
+    operation moves things itself, and is told of the axes by the letter of the blocks.
     """
 
     @property

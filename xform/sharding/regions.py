@@ -178,9 +178,7 @@ def _axes(op: Any, site: Site, roles: Roles, scope: Scope, context: Context) -> 
     return found
 
 
-def _before(
-    axes: Sequence[str], lies: Sequence[str], outer: int, context: Context
-) -> tuple[str, ...]:
+def _before(axes: Sequence[str], lies: Sequence[str], outer: int, context: Context) -> tuple[str, ...]:
     """Of the axes that rows lie over, those further out than the axes that they share with blocks."""
     found = tuple(a for a in axes if a not in lies)
     return found if math.prod(context.mesh.shape[a] for a in found) == outer else ()

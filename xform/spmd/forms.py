@@ -495,7 +495,9 @@ def operation(eqn: JaxprEqn) -> Form:
     sizes: dict[str, int] = {}
     for dims, v in zip((*op.operands, *op.results), (*eqn.invars, *eqn.outvars), strict=True):
         sizes.update(zip(dims, shape_of(v), strict=True))
-    kinds: dict[str, Kind] = {c: "map" if c in op.cut else "sum" if c in sums_of(op) else "whole" for c in sizes}
+    kinds: dict[str, Kind] = {
+        c: "map" if c in op.cut else "sum" if c in sums_of(op) else "whole" for c in sizes
+    }
     factors, between = _shared_factors(op, d, sizes, kinds)
     factors |= {c: (d.factor(size, kinds[c]),) for c, size in sizes.items() if c not in factors}
     for n, dims in enumerate(op.operands):
