@@ -245,7 +245,6 @@ STACK = jax.tree.map(lambda *xs: np.stack(xs), *(weights() for _ in range(LAYERS
 @pytest.mark.parametrize(
     "mesh, more, dispatch",
     [
-        (MESH, Remat(policy="full"), "all_to_all"),
         (MESH, Accumulate(steps=2), "ring"),
         ({"stage": 2, "fsdp": 2, "expert": 2}, Pipeline(microbatches=2, schedule="1f1b"), "all_to_all"),
         ({"stage": 2, "expert": 2, "tensor": 2}, Pipeline(microbatches=2, schedule="gpipe"), "ring"),
@@ -272,10 +271,11 @@ def held_steps(w: Any, x: Any, plan: Plan) -> Any:
 
 
 @pytest.mark.parametrize("name", ["mixtral", "deepseek"])
-def test_a_kernel_runs_inside_models(name: str) -> None:
+def test_a_kernel_runs_inside_models_that_are_computed_again(name: str) -> None:
     fn, args = {"mixtral": mixtral, "deepseek": deepseek}[name].loss(batch=8, length=16, abstract=False)
     step = jax.value_and_grad(fn)
-    plan = planned(more=[Kernels(interpret=True, only=("experts",))], dispatch="ring")
+    more = [Kernels(interpret=True, only=("experts",)), Remat(policy="full")]
+    plan = planned(more=more, dispatch="ring")
     ours = parallelize(step, plan)
     assert "by a kernel: megablox" in "\n".join(str(ours.trace(*args).report).splitlines())
     for a, b in zip(jax.tree.leaves(jax.jit(step)(*args)), jax.tree.leaves(ours(*args)), strict=True):
@@ -283,14 +283,14 @@ def test_a_kernel_runs_inside_models(name: str) -> None:
 
 
 def test_quantized_products_have_ranges_of_a_device() -> None:
-    """As far from floats as without devices: each has its own largest numbers."""
-    x = np.repeat(X, 8, axis=1)
-    step = stepped(by_product)
-    w = jax.tree.map(jnp.float32, weights())
-    exact = jax.jit(step)(w, jnp.float32(x))
-    plan = planned(more=[Quantize(recipe="int8")], dispatch="all_to_all", axes={"batch": "[1][0]"})
-    ours = parallelize(step, plan)
-    program = ours.trace(w, jnp.float32(x))
+    """As far from floats as on one device, whose ranges are those of all tokens."""
+    x, w = np.float32(np.repeat(X, 8, axis=1)), jax.tree.map(np.float32, weights())
+    step, options = stepped(by_product), {"axes": {"batch": "[1][0]"}, "more": [Quantize(recipe="int8")]}
+    exact = jax.tree.leaves(jax.jit(step)(w, x))
+    ours = parallelize(step, planned(dispatch="all_to_all", **options))
+    program = ours.trace(w, x)
     assert operations(program) and "int8" in str(program.jaxpr)
-    for a, b in zip(jax.tree.leaves(exact), jax.tree.leaves(ours(w, jnp.float32(x))), strict=True):
-        assert 0 < np.abs(a - b).max() <= 0.1 * np.abs(a).max()
+    alone = parallelize(step, Plan({"data": 1}, [Quantize(recipe="int8")]), devices=jax.devices()[:1])
+    found, others = (jax.tree.leaves(f(w, x)) for f in (ours, alone))
+    for a, b, c in zip(exact, found, others, strict=True):
+        assert 0 < np.linalg.norm(a - b) <= 1.2 * np.linalg.norm(a - c) + 0.01 * np.linalg.norm(a)

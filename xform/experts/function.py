@@ -64,13 +64,11 @@ class Function:
         takes = [*middle.takes, *(LOOKED for _ in found)]
         origin = [place.get(n, -1) for n in range(len(jaxpr.invars))] + [place[k] for k in found.values()]
         how: list[Mapping[str, Any]] = [{}] * len(jaxpr.invars) + [jaxpr.eqns[n].params for n in found]
-        used = {v for eqn in eqns for v in eqn.invars if isinstance(v, Var)} | set(jaxpr.outvars)
+        info = jaxpr.debug_info.with_unknown_names()
+        whole = without_dead(jaxpr.replace(eqns=eqns, invars=invars, debug_info=info))
+        used = {v for eqn in whole.eqns for v in eqn.invars if isinstance(v, Var)} | set(jaxpr.outvars)
         kept = [n for n, v in enumerate(invars) if v in used]
-        made = jaxpr.replace(
-            eqns=eqns,
-            invars=[invars[n] for n in kept],
-            debug_info=jaxpr.debug_info.with_unknown_names(),
-        )
+        made = whole.replace(invars=[invars[n] for n in kept])
         modes = {k: {m: how[n][m] for m in ("mode", "fill_value")} for k, n in enumerate(kept) if how[n]}
         return cls(
             made,

@@ -33,9 +33,13 @@ def local(jaxpr: Jaxpr, states: Sequence[State], split: Split, groups: bool = Fa
     """The program with what the first input that has rows has them of in other numbers. Raises `Mixes`, with
     the line, where rows meet.
     """
-    axes = find_axes(jaxpr).root
-    first, state = next((v, s) for v, s in zip(jaxpr.invars, states, strict=True) if s.is_rows)
-    return analyse(jaxpr, states, axes, Batch(axes[first][state.dim], split, groups=groups), [])
+    axes = find_axes(jaxpr)
+    seeds = [(axes.root.raw[v], s.dim) for v, s in zip(jaxpr.invars, states, strict=True) if s.is_rows]
+    (start, at), *others = seeds
+    for shape, dim in others:  # not all of them need meet in the program
+        axes.factors.tie_dim(start[at], shape[dim])
+    axes._forget()
+    return analyse(jaxpr, states, axes.root, Batch(axes.dims(start)[at], split, groups=groups), [])
 
 
 def ran(made: Local, args: Sequence[Value], split: Split) -> list[Value]:
