@@ -61,6 +61,9 @@ class Experts:
         choices for another than slots, the layer's tokens go by a ring.
     block: rows of a device's experts are computed in blocks, of so many of those that it has where experts
         have equally many tokens, and no more blocks than it has rows for.
+    dtype: in which tokens are sent to their experts, with a scale for each: "int8" or "float8_e4m3fn"; "" for
+        their own. By default eight bits where Quantize has experts multiply them in eight bits. What comes
+        back, and gradients, are sent as they are.
     chunks: tokens are sent in so many chunks, so that one may be sent while another is multiplied.
 
     Raises PlanError where the mesh lacks the axis, for numbers that are none of these, and where a layer's
@@ -72,6 +75,7 @@ class Experts:
     capacity: float = 2.0
     block: float = 1.25
     chunks: int = 1
+    dtype: Literal["int8", "float8_e4m3fn", ""] | None = None
 
     stages: ClassVar[tuple[str, ...]] = ("model",)
     after: ClassVar[tuple[str, ...]] = (
@@ -150,17 +154,20 @@ class Experts:
             context.report.did("experts", f"{what}: none sent", why or "experts whole on each device", line)
             return Dispatch(function, combine)
         outer = self._outer(context)
-        sent = Sent.of(function, combine, tokens // (outer * ways), choices, ways, self.capacity)
+        dtype = function.codes if self.dtype is None else self.dtype
+        sent = Sent.of(function, combine, tokens // (outer * ways), choices, ways, self.capacity, dtype)
         costs = sent.all(context.differentiated, named=self.dispatch)
         chosen: str = self.dispatch or min(costs, key=lambda name: costs[name])
         others = ", ".join(f"{name} {amount(cost)}" for name, cost in costs.items() if name != chosen)
         own = f"{amount(costs[chosen])} a device, {sent.passes(context.differentiated)}, over {self.axis}"
         if chosen in (SLOTS, RAGGED) and sent.may_overflow(chosen):
             own += "; by the ring where a device has more for another than it has slots"
+        if dtype and chosen != NONE:
+            own += f"; tokens go there as {dtype}"
         context.report.did("experts", f"{what}: {chosen}", f"{own}; by {others}", line)
         if chosen == NONE:
             return Dispatch(function, combine)
-        sizes = (ways, outer, self.capacity, self.chunks, self.block)
+        sizes = (ways, outer, self.capacity, self.chunks, self.block, dtype)
         return Dispatch(function, combine, chosen, (self.axis,), *sizes)
 
     def _undivided(self, function: Function, ways: int, tokens: int, context: Context) -> str:

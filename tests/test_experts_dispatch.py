@@ -289,8 +289,25 @@ def test_quantized_products_have_ranges_of_a_device() -> None:
     exact = jax.tree.leaves(jax.jit(step)(w, x))
     ours = parallelize(step, planned(dispatch="all_to_all", **options))
     program = ours.trace(w, x)
-    assert operations(program) and "int8" in str(program.jaxpr)
+    assert operations(program) and "tokens go there as int8" in said(program)
     alone = parallelize(step, Plan({"data": 1}, [Quantize(recipe="int8")]), devices=jax.devices()[:1])
     found, others = (jax.tree.leaves(f(w, x)) for f in (ours, alone))
     for a, b, c in zip(exact, found, others, strict=True):
         assert 0 < np.linalg.norm(a - b) <= 1.2 * np.linalg.norm(a - c) + 0.01 * np.linalg.norm(a)
+
+
+@pytest.mark.parametrize(
+    "dispatch, dtype, within",
+    [("ring", "float8_e4m3fn", 0.05), ("all_to_all", "int8", 0.01), ("ragged_all_to_all", "int8", 0.01)],
+)
+def test_tokens_are_sent_in_eight_bits(dispatch: Any, dtype: Any, within: float) -> None:
+    x, w = np.float32(np.repeat(X, 8, axis=1)), jax.tree.map(np.float32, weights())
+    plan = planned(dispatch=dispatch, dtype=dtype, capacity=4.0, axes={"batch": "[1][0]"})
+    ours = parallelize(by_product, plan)
+    exact = jax.jit(by_product)(w, x)
+    assert 0 < np.linalg.norm(ours(w, x) - exact) <= within * np.linalg.norm(exact - x)
+    program = ours.trace(w, x)
+    found = [each for each in ledger(program.jaxpr, MESH) if "dispatch" in each.where]
+    assert [each.dtype for each in found].count(dtype) == 1
+    if dispatch != "ragged_all_to_all":  # of which the counts are gathered besides
+        assert f"{amount(sum(each.total for each in found))} a device, forward" in said(program)

@@ -33,7 +33,7 @@ from xform.experts.combining import Combine, taken
 from xform.experts.function import EXPERT, Function
 from xform.experts.operation import CHOICE, TOKEN
 from xform.experts.ragged import RaggedRoute, ragged_overflows, ragged_route
-from xform.experts.routes import Route, overflows, route
+from xform.experts.routes import Route, gathered, overflows, route
 from xform.ops import apply
 from xform.trace import Value
 
@@ -54,8 +54,8 @@ class Dispatch:
     plan over which experts are to lie, `ways` devices; outer: the parts in which tokens lie over axes further
     out than these. capacity: of "all_to_all", the slots for each device of experts, of so many as its experts
     had choices if all had the same. chunks: in which tokens are sent, one after the other. block: rows that
-    are computed at once, of so many as a device has if all experts had the same. axes: those over which
-    experts do lie.
+    are computed at once, of so many as a device has if all experts had the same. dtype: in which rows
+    of tokens' features are sent, if not in their own. axes: those over which experts do lie.
     """
 
     function: Function
@@ -67,6 +67,7 @@ class Dispatch:
     capacity: float = 1.0
     chunks: int = 1
     block: float = 1.0
+    dtype: str = ""
     axes: Axes = ()
 
     told = EXPERT
@@ -136,8 +137,8 @@ class Dispatch:
         """All tokens of the devices of experts on each, and sums of what they give."""
         if self.axes:
             ids, *args = (
-                lax.all_gather(x, self.axes, axis=0, tiled=True) if dims[:1] == "m" else x
-                for dims, x in zip(("mj", *self.takes), (ids, *args), strict=True)
+                gathered(self.axes, self.sent_as(n), x) if dims[:1] == "m" else x
+                for n, (dims, x) in enumerate(zip(("mj", *self.takes), (ids, *args), strict=True), -1)
             )
         function, count = self.function, len(self.function.taken)
         tokens, choices = ids.shape
@@ -157,9 +158,9 @@ class Dispatch:
         tokens, choices = ids.shape
         way = self._route(ids.reshape(-1), self.room(tokens, choices))
         sent = []
-        for n, x in zip(function.taken, args[:count], strict=True):
+        for k, (n, x) in enumerate(zip(function.taken, args[:count], strict=True)):
             if function.takes[n] == TOKEN:
-                x = way.there(x, choices)
+                x = way.there(x, choices, self.sent_as(k))
             elif function.takes[n] == CHOICE:
                 x = way.there(x.reshape(-1, *x.shape[2:]))
             sent.append(x)
@@ -170,6 +171,13 @@ class Dispatch:
     def _route(self, ids: Value, room: int) -> Route | RaggedRoute:
         made = ragged_route if self.strategy == RAGGED else route
         return made(ids, self.axes, self.ways, self.experts, room)
+
+    def sent_as(self, number: int) -> str:
+        """The dtype in which what is taken is sent, if not in its own: of rows of tokens' features."""
+        function = self.function
+        if number not in function.floats or function.takes[function.taken[number]] != TOKEN:
+            return ""
+        return self.dtype if len(self.takes[number]) > 1 else ""
 
     @property
     def experts(self) -> int:

@@ -23,6 +23,7 @@ from xform.batch.states import GROUPS, SAME, SUM, Mixes, State, rows
 from xform.derivative import derivative
 from xform.experts.operation import CHOICE, COUNTS, GIVEN, IDS, LETTERS, TOKEN, Middle
 from xform.experts.sizes import Sized, local, resized, with_rows
+from xform.higher_order import bodies, equations
 from xform.trace import Jaxpr, Literal, Value, Var, eval_jaxpr, inline, shape_of, without_dead
 
 LOOKED = "looked"
@@ -32,6 +33,11 @@ ROWS = frozenset((TOKEN, CHOICE, IDS, LOOKED))
 
 EXPERT = "x"
 """The letter of experts."""
+
+PRODUCTS = frozenset(("ragged_dot_general", "dot_general"))
+
+RANGES = frozenset(("abs", "stop_gradient", "name", "convert_element_type"))
+"""What reads rows for the largest of them."""
 
 Run = Callable[..., Sequence[Value]]
 
@@ -166,6 +172,19 @@ class Function:
     def features(self) -> str:
         """Of those that are summed over."""
         return self._letters[2]
+
+    @functools.cached_property
+    def codes(self) -> str:
+        """The dtype of eight bits in which rows of tokens are multiplied; "" where some are not."""
+        rows = {v for v, t in zip(self.jaxpr.invars, self.takes, strict=True) if t == TOKEN and _is_float(v)}
+        found: set[str] = set()
+        for eqn in self.jaxpr.eqns:
+            if not rows & {v for v in eqn.invars if isinstance(v, Var)} or eqn.primitive.name in RANGES:
+                continue
+            products = [e for body in bodies(eqn) for e in equations(body) if e.primitive.name in PRODUCTS]
+            found |= {str(e.invars[0].aval.dtype) for e in products} or {""}  # type: ignore[attr-defined]
+        (dtype,) = found if len(found) == 1 else ("",)
+        return dtype if dtype and jnp.dtype(dtype).itemsize == 1 else ""
 
     # ------------------------------------------------------------ at other sizes
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from xform.experts.routes import Axes, devices, ordered
+from xform.experts.routes import Axes, decoded, devices, encoded, ordered
 from xform.ops import apply
 from xform.trace import Value
 
@@ -101,8 +101,8 @@ class RaggedRoute:
     counts: Value
     numbers: Value
 
-    def there(self, x: Value, of: int = 1) -> Value:
-        return _there(self.axes, self.room, ordered(x, self.choices, self.slots, of), self.counts)
+    def there(self, x: Value, of: int = 1, dtype: str = "") -> Value:
+        return _there(self.axes, self.room, dtype, ordered(x, self.choices, self.slots, of), self.counts)
 
     def back(self, rows: Value) -> Value:
         return _back(self.axes, self.choices.shape[0], rows, self.counts)
@@ -114,7 +114,7 @@ def ragged_route(ids: Value, axes: Axes, ways: int, experts: int, room: int) -> 
     order = jnp.argsort(device)
     inverse, counts = jnp.argsort(order), _counts(device, axes, ways)
     arrived = jnp.sum(counts, axis=0)
-    there = _there(axes, room, ids[order], counts)
+    there = _there(axes, room, "", ids[order], counts)
     numbers = jnp.where(jnp.arange(room) < arrived[me], there, -1)
     return RaggedRoute(axes, room, order, inverse, counts, numbers)
 
@@ -132,16 +132,19 @@ def _counts(device: Value, axes: Axes, ways: int) -> Value:
     return made
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _there(axes: Axes, room: int, x: Value, counts: Value) -> Value:
+def _moved(axes: Axes, room: int, x: Value, counts: Value) -> Value:
     made: Value = apply(Exchange(axes, room, x.ndim), x, counts)[0]
     return made
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _there(axes: Axes, room: int, dtype: str, x: Value, counts: Value) -> Value:
+    return decoded([_moved(axes, room, part, counts) for part in encoded(x, dtype)], x.dtype)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _back(axes: Axes, room: int, rows: Value, counts: Value) -> Value:
-    made: Value = apply(Exchange(axes, room, rows.ndim), rows, counts.T)[0]
-    return made
+    return _moved(axes, room, rows, counts.T)
 
 
 def _none_of(x: Value) -> Value:
@@ -149,11 +152,11 @@ def _none_of(x: Value) -> Value:
     return jnp.zeros((x.shape[0], 0), x.dtype)
 
 
-def _there_forward(axes: Axes, room: int, x: Value, counts: Value) -> tuple[Value, Any]:
-    return _there(axes, room, x, counts), (counts, _none_of(x))
+def _there_forward(axes: Axes, room: int, dtype: str, x: Value, counts: Value) -> tuple[Value, Any]:
+    return _there(axes, room, dtype, x, counts), (counts, _none_of(x))
 
 
-def _there_backward(axes: Axes, room: int, saved: Any, dy: Value) -> tuple[Value, None]:
+def _there_backward(axes: Axes, room: int, dtype: str, saved: Any, dy: Value) -> tuple[Value, None]:
     counts, x = saved
     return _back(axes, x.shape[0], dy, counts), None
 
@@ -164,7 +167,7 @@ def _back_forward(axes: Axes, room: int, rows: Value, counts: Value) -> tuple[Va
 
 def _back_backward(axes: Axes, room: int, saved: Any, dy: Value) -> tuple[Value, None]:
     counts, rows = saved
-    return _there(axes, rows.shape[0], dy, counts), None
+    return _moved(axes, rows.shape[0], dy, counts), None
 
 
 _there.defvjp(_there_forward, _there_backward)

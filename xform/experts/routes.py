@@ -35,11 +35,11 @@ class Route:
     slots: Value
     numbers: Value
 
-    def there(self, x: Value, of: int = 1) -> Value:
+    def there(self, x: Value, of: int = 1, dtype: str = "") -> Value:
         """Rows [slots, ...] on the devices of experts, of x [choices // of, ...] of tokens or their choices;
-        empty slots have zeros.
+        empty slots have zeros. dtype: in which they are sent, if not in their own.
         """
-        return _there(self.axes, of, x, self.choices, self.slots)
+        return _there(self.axes, of, dtype, x, self.choices, self.slots)
 
     def back(self, rows: Value) -> Value:
         """Rows that were made there, in the slots here."""
@@ -87,22 +87,65 @@ def _ways(axes: Axes) -> int:
     return int(lax.axis_size(axes))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _there(axes: Axes, of: int, x: Value, choices: Value, slots: Value) -> Value:
-    rows = x.at[choices // of].get(mode="fill", fill_value=0)
-    return _exchanged(rows, axes, _ways(axes))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _there(axes: Axes, of: int, dtype: str, x: Value, choices: Value, slots: Value) -> Value:
+    parts = encoded(x, dtype)
+    rows = [part.at[choices // of].get(mode="fill", fill_value=0) for part in parts]
+    return decoded([_exchanged(part, axes, _ways(axes)) for part in rows], x.dtype)
 
 
-def _there_forward(axes: Axes, of: int, x: Value, choices: Value, slots: Value) -> tuple[Value, Any]:
-    return _there(axes, of, x, choices, slots), (choices, slots)
+def _there_forward(
+    axes: Axes, of: int, dtype: str, x: Value, choices: Value, slots: Value
+) -> tuple[Value, Any]:
+    return _there(axes, of, dtype, x, choices, slots), slots
 
 
-def _there_backward(axes: Axes, of: int, saved: Any, dy: Value) -> tuple[Value, None, None]:
-    _, slots = saved
+def _there_backward(axes: Axes, of: int, dtype: str, slots: Value, dy: Value) -> tuple[Value, None, None]:
     return added(_exchanged(dy, axes, _ways(axes)), slots.reshape(-1, of)), None, None
 
 
 _there.defvjp(_there_forward, _there_backward)
+
+
+# ---------------------------------------------------------------- in eight bits
+
+
+def encoded(x: Value, dtype: str) -> list[Value]:
+    """Rows as codes of eight bits, and a scale for each row; themselves without a dtype."""
+    if not dtype:
+        return [x]
+    wide, axes = x.astype(jnp.float32), tuple(range(1, x.ndim))
+    whole = jnp.issubdtype(dtype, jnp.integer)
+    limit = float(jnp.iinfo(dtype).max if whole else jnp.finfo(dtype).max)
+    largest = jnp.max(jnp.abs(wide), axis=axes, keepdims=True)
+    scale = jnp.where(largest > 0, largest / limit, 1.0)
+    codes = wide / scale
+    return [(jnp.round(codes) if whole else codes).astype(dtype), scale]
+
+
+def decoded(parts: Sequence[Value], dtype: Any) -> Value:
+    if len(parts) == 1:
+        return parts[0]
+    codes, scale = parts
+    return (codes.astype(jnp.float32) * scale).astype(dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def gathered(axes: Axes, dtype: str, x: Value) -> Value:
+    """Rows of all devices along the axes; their gradients are summed, each device's where it is."""
+    parts = [lax.all_gather(part, axes, axis=0, tiled=True) for part in encoded(x, dtype)]
+    return decoded(parts, x.dtype)
+
+
+def _gathered_forward(axes: Axes, dtype: str, x: Value) -> tuple[Value, None]:
+    return gathered(axes, dtype, x), None
+
+
+def _gathered_backward(axes: Axes, dtype: str, _: None, dy: Value) -> tuple[Value]:
+    return (lax.psum_scatter(dy, axes, scatter_dimension=0, tiled=True),)
+
+
+gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
 # ---------------------------------------------------------------- on one device

@@ -20,6 +20,9 @@ from xform.trace import shape_of
 NUMBER = 4
 """Bytes of the number of an expert."""
 
+SCALE = 4
+"""Bytes of the scale of a row in eight bits."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Sent:
@@ -43,14 +46,22 @@ class Sent:
 
     @classmethod
     def of(
-        cls, function: Function, combine: Combine, tokens: int, choices: int, ways: int, capacity: float
+        cls,
+        function: Function,
+        combine: Combine,
+        tokens: int,
+        choices: int,
+        ways: int,
+        capacity: float,
+        dtype: str = "",
     ) -> Sent:
         sizes = {(kind, floats): 0 for kind in (TOKEN, CHOICE) for floats in (False, True)}
         weights = 0
         floats = {function.taken[k] for k in function.floats}
         for n, (v, kind) in enumerate(zip(function.jaxpr.invars, function.takes, strict=True)):
             if kind in (TOKEN, CHOICE):
-                sizes[kind, False] += _of_row(v)
+                coded = dtype and kind == TOKEN and n in floats and len(shape_of(v)) > 1
+                sizes[kind, False] += SCALE + math.prod(shape_of(v)[1:]) if coded else _of_row(v)
                 sizes[kind, True] += _of_row(v) * (n in floats)
             elif kind == GIVEN and n in function.of_experts:
                 weights += _of_row(v) * shape_of(v)[0]
