@@ -359,7 +359,7 @@ NEAR = {
 def test_what_is_nearly_a_mixture_stays_and_is_told(fn, why):
     jaxpr, new, report = read(fn, *ARGS)
     assert new is jaxpr
-    assert why in report and "test_experts_styles.py" in report
+    assert why in report and "test_sparseexperts.py" in report
 
 
 def test_what_is_raised_already_stays():
@@ -434,3 +434,16 @@ def test_at_full_size_it_costs_what_tokens_cost_that_are_sorted(routing):
     assert len(operations(new)) == 1
     places = math.ceil(2048 * 2 * 1.25 / 8)
     assert not any(places in shape_of(v) for eqn in ran(new) for v in eqn.outvars)
+
+
+@pytest.mark.parametrize("routing", ["dense", "capacity"])
+def test_the_pass_by_itself(routing):
+    """Its products are there for other passes to find."""
+    fn, args = mixtral.forward(routing=routing, size="tiny", batch=2, length=16, layers=1, abstract=False)
+    plan = xform.Plan({"data": 1}, [xform.SparseExperts(), xform.Kernels(interpret=True, only=("experts",))])
+    ours = xform.parallelize(fn, plan, devices=jax.devices()[:1])
+    want, got = jax.jit(fn)(*args), ours(*args)
+    assert np.abs(want - got).max() <= 1e-5 * np.abs(want).max()
+    program = ours.trace(*args)
+    assert "by a kernel: megablox" in str(program.report)
+    assert product_flops(program.jaxpr) < product_flops(jax.make_jaxpr(fn)(*args))
