@@ -24,6 +24,9 @@ from xform.experts.operation import CHOICE, COUNTS, IDS, TOKEN
 from xform.experts.routes import ordered
 from xform.trace import Value
 
+WEIGHT = -1
+"""The number of what results are multiplied with, among what is taken."""
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rows:
@@ -38,7 +41,12 @@ class Rows:
 
 
 def computed(
-    function: Function, rows: Rows, given: Sequence[Value], choices: int, size: int
+    function: Function,
+    rows: Rows,
+    given: Sequence[Value],
+    weights: Value | None,
+    choices: int,
+    size: int,
 ) -> tuple[Value, Value, Value]:
     """The function's results for all choices of tokens in the order of experts, that order, and its inverse;
     for those that are not to be computed zeros. given: what it takes besides numbers of experts. size: rows
@@ -58,13 +66,15 @@ def computed(
             of = choices if function.takes[n] == TOKEN else 1
             known[n] = x if of > 1 else x.reshape(order.shape[0], *_shape(function, n)[1:])
             moved[n] = of
+    if weights is not None:
+        known[WEIGHT], moved[WEIGHT] = weights.reshape(-1), 1
     numbers = order, back, rows.ids[order], looked, counts
     if rows.own is None or order.shape[0] <= size:
         takes = {n: ordered(x, order, back, moved[n]) if n in moved else x for n, x in known.items()}
         made = _run(function, takes, numbers[2], looked, counts)
     else:
-        each = tuple(moved.get(n, 0) for n in function.taken)
-        made = _in_blocks(function, each, size, there, numbers, tuple(known[n] for n in function.taken))
+        each = tuple(moved.get(n, 0) for n in known)
+        made = _in_blocks(function, each, size, there, numbers, tuple(known.values()))
     if rows.own is not None:
         own = (jnp.arange(order.shape[0]) < there).reshape(-1, *(1,) * (made.ndim - 1))
         made = jnp.where(own, made, jnp.zeros((), made.dtype))
@@ -89,7 +99,12 @@ def _run(function: Function, known: Mapping[int, Value], ids: Value, looked: Val
             takes.append(known[n].at[looked].get(**function.lookups[n]))
         else:
             takes.append(known[n])
-    return function.run(takes)
+    made = function.run(takes)
+    if WEIGHT not in known:
+        return made
+    wide = jnp.promote_types(made.dtype, jnp.float32)
+    weights = known[WEIGHT].astype(wide).reshape(-1, *(1,) * (made.ndim - 1))
+    return (made.astype(wide) * weights).astype(made.dtype)
 
 
 # ---------------------------------------------------------------- the loop
@@ -106,7 +121,7 @@ def _block(function: Function, of: Sequence[int], numbers: Numbers, start: Value
     here = jnp.diff(jnp.clip(ends - start, 0, size), prepend=0)
 
     def run(args: Sequence[Value]) -> Value:
-        known = dict(zip(function.taken, args, strict=True))
+        known = dict(zip((*function.taken, WEIGHT), args, strict=False))
         return _run(function, known, _part(ids, start, size), _part(looked, start, size), here)
 
     return run

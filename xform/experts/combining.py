@@ -34,15 +34,18 @@ class Combine:
     gates: int = 0
     out: str = ""
 
-    def run(self, rows: Value, gates: Sequence[Value], order: Value, places: Value) -> Value:
-        """[m, ...], or of each choice [m,j, ...], of `rows` of choices. order: the choice of each row, more
-        than there are for none; places [m,j]: the row of each choice, more than there are for none.
+    def weights(self, gates: Sequence[Value]) -> Value | None:
+        """What the result of each choice is multiplied with, [m,j]; None where it is nothing."""
+        return functools.reduce(jnp.multiply, gates) if gates else None
+
+    def run(self, rows: Value, order: Value, places: Value) -> Value:
+        """[m, ...], or of each choice [m,j, ...], of `rows` of choices, multiplied. order: the choice of each
+        row, more than there are for none; places [m,j]: the row of each choice, more than there are for none.
         """
         if not self.out:
             made: Value = taken(rows, order, places.reshape(-1))
             return made.reshape(*places.shape, *rows.shape[1:])
-        weights = functools.reduce(jnp.multiply, gates) if gates else None
-        return summed(self.out, rows, weights, order, places)
+        return summed(self.out, rows, order, places)
 
 
 @jax.custom_vjp
@@ -66,44 +69,27 @@ def _taken_backward(saved: Any, dz: Value) -> tuple[Value, None, None]:
 taken.defvjp(_taken_forward, _taken_backward)
 
 
-def added(rows: Value, places: Value) -> Value:
-    """[m, ...], the sum of rows at places [m,j], zeros where there is none."""
+def added(rows: Value, places: Value, dtype: Any = None) -> Value:
+    """[m, ...], the sum of rows at places [m,j], zeros where there is none, without an array of all of them."""
     wide = jnp.promote_types(rows.dtype, jnp.float32)
     found = (rows.at[places[:, i]].get(mode="fill", fill_value=0) for i in range(places.shape[1]))
-    return functools.reduce(jnp.add, (x.astype(wide) for x in found)).astype(rows.dtype)
+    return functools.reduce(jnp.add, (x.astype(wide) for x in found)).astype(dtype or rows.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def summed(out: str, rows: Value, weights: Value | None, order: Value, places: Value) -> Value:
-    """sum_j weights[m,j] rows[places[m,j]], no array of all choices' rows being made."""
-    wide = jnp.promote_types(rows.dtype, jnp.float32)
-    total: Any = 0
-    for i in range(places.shape[1]):
-        x = rows.at[places[:, i]].get(mode="fill", fill_value=0).astype(wide)
-        total = total + (x if weights is None else x * _column(weights[:, i].astype(wide), x))
-    return total.astype(out)
+def summed(out: str, rows: Value, order: Value, places: Value) -> Value:
+    """sum_j rows[places[m,j]]"""
+    return added(rows, places, out)
 
 
-def _column(x: Value, like: Value) -> Value:
-    return x.reshape(-1, *(1,) * (like.ndim - 1))
+def _summed_forward(out: str, rows: Value, order: Value, places: Value) -> tuple[Value, Any]:
+    return summed(out, rows, order, places), (rows[:0], order, places)
 
 
-def _summed_forward(
-    out: str, rows: Value, weights: Value | None, order: Value, places: Value
-) -> tuple[Value, Any]:
-    return summed(out, rows, weights, order, places), (rows, weights, order, places)
-
-
-def _summed_backward(out: str, saved: Any, dy: Value) -> tuple[Value, Value | None, None, None]:
-    rows, weights, order, places = saved
-    wide = jnp.promote_types(rows.dtype, jnp.float32)
-    there = dy.at[order // places.shape[1]].get(mode="fill", fill_value=0).astype(wide)
-    if weights is None:
-        return there.astype(rows.dtype), None, None, None
-    own = weights.reshape(-1).at[order].get(mode="fill", fill_value=0).astype(wide)
-    products = jnp.sum(rows.astype(wide) * there, axis=tuple(range(1, rows.ndim)))
-    found = products.at[places].get(mode="fill", fill_value=0).astype(weights.dtype)
-    return (there * _column(own, there)).astype(rows.dtype), found, None, None
+def _summed_backward(out: str, saved: Any, dy: Value) -> tuple[Value, None, None]:
+    none, order, places = saved
+    there = dy.at[order // places.shape[1]].get(mode="fill", fill_value=0)
+    return there.astype(none.dtype), None, None
 
 
 summed.defvjp(_summed_forward, _summed_backward)

@@ -148,8 +148,9 @@ class Dispatch:
             none = (number == 0) & (flat >= function.experts)  # those of no expert are the first device's
             own = (flat // self.experts == number) | none
         even = tokens * choices // (self.ways if self.axes else 1)
-        rows, order, places = self._through(flat, own, args[:count], choices, even)
-        y = self.combine.run(rows, args[count:], order, places.reshape(tokens, choices))
+        weights = self.combine.weights(args[count:])
+        rows, order, places = self._through(flat, own, args[:count], weights, choices, even)
+        y = self.combine.run(rows, order, places.reshape(tokens, choices))
         return lax.psum_scatter(y, self.axes, scatter_dimension=0, tiled=True) if self.axes else y
 
     def _by_slots(self, ids: Value, args: Sequence[Value]) -> Value:
@@ -164,9 +165,13 @@ class Dispatch:
             elif function.takes[n] == CHOICE:
                 x = way.there(x.reshape(-1, *x.shape[2:]))
             sent.append(x)
-        rows, order, places = self._through(way.numbers, way.numbers >= 0, sent, 1, tokens * choices)
+        weights = self.combine.weights(args[count:])
+        if weights is not None:
+            weights = way.there(weights.reshape(-1))
+        own, even = way.numbers >= 0, tokens * choices
+        rows, order, places = self._through(way.numbers, own, sent, weights, 1, even)
         here = way.back(taken(rows, order, places))
-        return self.combine.run(here, args[count:], way.choices, way.slots.reshape(tokens, choices))
+        return self.combine.run(here, way.choices, way.slots.reshape(tokens, choices))
 
     def _route(self, ids: Value, room: int) -> Route | RaggedRoute:
         made = ragged_route if self.strategy == RAGGED else route
@@ -197,11 +202,17 @@ class Dispatch:
         return tokens * choices * (self.ways if self.strategy == RAGGED else 1)
 
     def _through(
-        self, ids: Value, own: Value | None, given: Sequence[Value], choices: int, even: int
+        self,
+        ids: Value,
+        own: Value | None,
+        given: Sequence[Value],
+        weights: Value | None,
+        choices: int,
+        even: int,
     ) -> tuple[Value, Value, Value]:
-        """The function's results for choices of tokens, in the order of experts, that order, and its inverse;
-        own: those that are for this device, the others' are zero; even: how many they are where all devices
-        have the same.
+        """The function's results for choices of tokens, times weights, in the order of experts, that order,
+        and its inverse; own: those that are for this device, the others' are zero; even: how many they are
+        where all devices have the same.
         """
         function, local = self.function, ids
         if own is not None:
@@ -209,7 +220,7 @@ class Dispatch:
             none = jnp.where(own, self.experts, self.experts + 1)  # of no expert, before those of others
             local = jnp.where(own & (ids < function.experts), here, none)
         size = _up(math.ceil(self.block * even), ROWS)
-        return computed(function, Rows(ids, local, own, self.experts), given, choices, size)
+        return computed(function, Rows(ids, local, own, self.experts), given, weights, choices, size)
 
 
 def _up(n: int, multiple: int) -> int:

@@ -28,8 +28,7 @@ SCALE = 4
 class Sent:
     """Of `tokens` of a device, `choices` each, to experts on `ways` devices. Bytes: token, choice: of what
     the function takes of each token and of each choice, and its floats alone; made: of a choice's result.
-    gates: of a choice; summed: whether a token's choices are put together where their experts are. weights:
-    of all experts.
+    gate: of one. weights: of all experts.
     """
 
     how: Dispatch
@@ -41,7 +40,7 @@ class Sent:
     float_token: int
     float_choice: int
     made: int
-    gates: int
+    gate: int
     weights: int
 
     @classmethod
@@ -76,7 +75,7 @@ class Sent:
             sizes[TOKEN, True],
             sizes[CHOICE, True],
             _of_row(out),
-            combine.gates * _item(out),
+            _item(out),
             weights,
         )
 
@@ -100,15 +99,16 @@ class Sent:
     def ring(self, differentiated: bool) -> float:
         k = self.choices
         summed = self.made if self.how.combine.out else k * self.made
-        there = k * NUMBER + self.token + k * (self.choice + self.gates)
-        back = self.float_token + k * (self.float_choice + self.gates)
+        gates = self.how.combine.gates * self.gate
+        there = k * NUMBER + self.token + k * (self.choice + gates)
+        back = self.float_token + k * (self.float_choice + gates)
         total = there + summed + (there + summed + back if differentiated else 0)
         return float((self.ways - 1) * self.tokens * total)
 
     def slots(self, rows: int, differentiated: bool) -> float:
-        there, back = NUMBER + self.token + self.choice, self.float_token + self.float_choice
-        again = self.made if self.how.combine.gates else 0  # the gates' gradient takes the results
-        total = there + self.made + (there + again + self.made + back if differentiated else 0)
+        gate = self.gate if self.how.combine.gates else 0  # of a choice, the product of its gates
+        there, back = NUMBER + self.token + self.choice + gate, self.float_token + self.float_choice + gate
+        total = there + self.made + (there + self.made + back if differentiated else 0)
         return (self.ways - 1) / self.ways * rows * total
 
     def may_overflow(self, strategy: str) -> bool:
