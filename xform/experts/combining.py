@@ -70,7 +70,7 @@ taken.defvjp(_taken_forward, _taken_backward)
 
 
 def added(rows: Value, places: Value, dtype: Any = None) -> Value:
-    """[m, ...], the sum of rows at places [m,j], zeros where there is none, without an array of all of them."""
+    """[m, ...], the sum of rows at places [m,j], zeros where there is none; never all at once."""
     wide = jnp.promote_types(rows.dtype, jnp.float32)
     found = (rows.at[places[:, i]].get(mode="fill", fill_value=0) for i in range(places.shape[1]))
     return functools.reduce(jnp.add, (x.astype(wide) for x in found)).astype(dtype or rows.dtype)
