@@ -40,10 +40,8 @@ from xform.raising.flat import View, views
 from xform.raising.placing import Claim, placed
 from xform.report import amount
 from xform.sharding import regions
-from xform.trace import Jaxpr, Value, Var, shape_of, source_line
+from xform.trace import Jaxpr, Value, Var, shape_of
 from xform.trace import Literal as Constant
-
-WHAT = "tokens by expert"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,6 +109,9 @@ class Experts:
                 if isinstance(op, Sorted):
                     scope = scope or find_axes(view.jaxpr).root
                     claims.append(self._claim(view, scope, number, op, context))
+        if not claims:
+            why = "no tokens sorted by expert were found; `xform dump --raise` shows what is recognised"
+            context.report.declined("experts", "the program", why)
         return placed(jaxpr, claims, context.report)
 
     def _claim(self, view: View, scope: Scope, number: int, op: Sorted, context: Context) -> Claim:
@@ -143,10 +144,8 @@ class Experts:
         self, function: Function, combine: Combine, shape: Sequence[int], line: str, context: Context
     ) -> Dispatch:
         ways = context.mesh.shape[self.axis]
-        (tokens, choices), what = (
-            shape,
-            f"{function.experts} experts, {shape[1]} for each of {shape[0]} tokens",
-        )
+        tokens, choices = shape
+        what = f"{function.experts} experts, {choices} for each of {tokens} tokens"
         why = self._undivided(function, ways, tokens, context)
         if why or ways == 1 or self.dispatch == NONE:
             if why and self.dispatch not in (None, NONE):
@@ -154,30 +153,36 @@ class Experts:
             context.report.did("experts", f"{what}: none sent", why or "experts whole on each device", line)
             return Dispatch(function, combine)
         outer = self._outer(context)
+        own = tokens // (outer * ways)
+        if own % self.chunks:
+            fit = ", ".join(str(n) for n in range(2, own + 1) if own % n == 0 and n <= 2 * self.chunks)
+            raise PlanError(
+                f"experts.chunks = {self.chunks} ({line}): {what}: the {own} of a device do not divide into"
+                f" so many; into {fit or 'none'} they would"
+            )
         dtype = function.codes if self.dtype is None else self.dtype
-        sent = Sent.of(function, combine, tokens // (outer * ways), choices, ways, self.capacity, dtype)
+        sent = Sent.of(function, combine, own, choices, ways, self.capacity, dtype)
         costs = sent.all(context.differentiated, named=self.dispatch)
         chosen: str = self.dispatch or min(costs, key=lambda name: costs[name])
         others = ", ".join(f"{name} {amount(cost)}" for name, cost in costs.items() if name != chosen)
-        own = f"{amount(costs[chosen])} a device, {sent.passes(context.differentiated)}, over {self.axis}"
+        cost = f"{amount(costs[chosen])} a device, {sent.passes(context.differentiated)}, over {self.axis}"
         if chosen in (SLOTS, RAGGED) and sent.may_overflow(chosen):
-            own += "; by the ring where a device has more for another than it has slots"
+            cost += "; by the ring where a device has more for another than it has slots"
         if dtype and chosen != NONE:
-            own += f"; tokens go there as {dtype}"
-        context.report.did("experts", f"{what}: {chosen}", f"{own}; by {others}", line)
+            cost += f"; tokens go there as {dtype}"
+        context.report.did("experts", f"{what}: {chosen}", f"{cost}; by {others}", line)
         if chosen == NONE:
             return Dispatch(function, combine)
         sizes = (ways, outer, self.capacity, self.chunks, self.block, dtype)
-        return Dispatch(function, combine, chosen, (self.axis,), *sizes)
+        return Dispatch(function, combine, chosen, (self.axis,), *sizes, line=line)
 
     def _undivided(self, function: Function, ways: int, tokens: int, context: Context) -> str:
         """Why experts cannot lie over so many devices; "" where they can."""
         if function.experts % ways:
             return f"{function.experts} experts do not divide over {ways} devices of {self.axis!r}"
         parts = self._outer(context) * ways
-        if tokens % (parts * self.chunks):
-            chunks = f", each in {self.chunks} chunks" if self.chunks > 1 else ""
-            return f"{tokens} tokens do not divide over {parts} devices{chunks}"
+        if tokens % parts:
+            return f"{tokens} tokens do not divide over {parts} devices"
         return function.refused(ways)
 
     def _outer(self, context: Context) -> int:
@@ -192,13 +197,20 @@ class Experts:
         jaxpr = regions.written(jaxpr, context, "experts", _is_dispatch)
         for eqn in equations(jaxpr):
             op: Any = operation_of(eqn)
-            if op is not None and _is_dispatch(op) and op.ways > 1 and not op.axes:
+            op = getattr(op, "op", op)  # of a mapped one
+            if op is None or not _is_dispatch(op) or op.ways == 1 or op.axes:
+                continue
+            tokens, parts = math.prod(shape_of(eqn.invars[0])[:-1]), op.outer * op.ways
+            if tokens % parts:
                 raise PlanError(
-                    f"experts ({source_line(eqn)}): these experts lie over no {self.axis!r}. Shard has to be"
-                    " in the plan, and to lay them so: by MaxText's rules it does, but for a dimension that"
-                    " is not told to be of experts (the plan's `axes` names it) or that a rule of the plan"
-                    " leaves whole"
+                    f"experts ({op.line}): {tokens} tokens of a microbatch do not divide over the {parts}"
+                    " devices of the batch and of experts: take fewer microbatches, or a larger batch"
                 )
+            raise PlanError(
+                f"experts ({op.line}): these experts lie over no {self.axis!r}. Shard has to be in the plan,"
+                " and to lay them so: by MaxText's rules it does, but for a dimension that is not told to be"
+                " of experts (the plan's `axes` names it) or that a rule of the plan leaves whole"
+            )
         return jaxpr
 
 

@@ -94,7 +94,10 @@ def another_ones_bias(w: Any, x: Any) -> Any:
     gates, numbers = chosen(w, x)
     experts = w["router"].shape[1]
     numbers = jnp.where(numbers == experts - 1, experts, numbers)
-    made = lambda rows, counts, ids: swiglu(w, rows, counts, jnp.minimum(ids, experts - 1))  # noqa: E731
+
+    def made(rows: Any, counts: Any, ids: Any) -> Any:
+        return swiglu(w, rows, counts, jnp.minimum(ids, experts - 1))
+
     out, order = sorted_by(w, x, numbers, made)
     return x + jnp.einsum("btk,btke->bte", gates, out[jnp.argsort(order)].reshape(*numbers.shape, D))
 
@@ -277,6 +280,7 @@ def test_a_kernel_runs_inside_models_that_are_computed_again(name: str) -> None:
     more = [Kernels(interpret=True, only=("experts",)), Remat(policy="full")]
     plan = planned(more=more, dispatch="ring")
     ours = parallelize(step, plan)
+    assert {op.axes for op in operations(ours.trace(*args))} == {("expert",)}
     assert "by a kernel: megablox" in "\n".join(str(ours.trace(*args).report).splitlines())
     for a, b in zip(jax.tree.leaves(jax.jit(step)(*args)), jax.tree.leaves(ours(*args)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5 * float(jnp.abs(a).max()))
@@ -311,3 +315,40 @@ def test_tokens_are_sent_in_eight_bits(dispatch: Any, dtype: Any, within: float)
     assert [each.dtype for each in found].count(dtype) == 1
     if dispatch != "ragged_all_to_all":  # of which the counts are gathered besides
         assert f"{amount(sum(each.total for each in found))} a device, forward" in said(program)
+
+
+@pytest.mark.parametrize(
+    "plan, why",
+    [
+        (Plan({"fsdp": 8}, [Experts(), Shard(strict=False)]), "experts.axis = 'expert': the mesh has fsdp"),
+        (planned(capacity=0.5), "experts.capacity = 0.5: it takes 1.0 or more"),
+        (planned(chunks=3), r"experts.chunks = 3 .*by_product.*: the 4 of a device .*; into 2, 4 they would"),
+        (Plan(MESH, [Experts(dispatch="ring")]), r"\(test_experts_dispatch.py.*lie over no 'expert'. Shard"),
+        (
+            planned(more=[Accumulate(steps=8)], axes={"batch": "[1][0]"}),
+            r"\(test_experts_dispatch.py.*4 tokens of a microbatch do not divide over the 8 devices",
+        ),
+    ],
+    ids=["no axis", "capacity", "chunks", "no Shard", "microbatches"],
+)
+def test_errors_say_what_would_do(plan: Plan, why: str) -> None:
+    with pytest.raises(PlanError, match=why):
+        parallelize(stepped(by_product), plan).trace(weights(), X)
+
+
+def test_experts_that_do_not_divide_are_an_error_where_the_plan_says_how_they_are_sent() -> None:
+    with pytest.raises(PlanError, match=r"'ring' \(.*6 experts do not divide over 4 devices of 'expert'"):
+        parallelize(stepped(by_product), planned(dispatch="ring")).trace(weights(6), X)
+
+
+def test_ranges_that_are_kept_are_those_of_all_tokens_and_nothing_is_sent() -> None:
+    """Devices would each keep others: the layer stays as it is, and the report has it."""
+    fn, args = mixtral.train_step(size="tiny", batch=8, length=16, layers=1)
+    program = parallelize(fn, planned(more=[Quantize(recipe="int8_delayed")])).trace(*args)
+    assert not operations(program) and "kept from step to step" in said(program, "declined")
+    assert any("moe_mlpwo" in leaf.path and "left" in leaf.path for leaf in program.inputs)
+
+
+def test_a_program_without_experts_says_so() -> None:
+    program = parallelize(lambda x: jnp.sin(x), planned()).trace(X)
+    assert "no tokens sorted by expert were found" in said(program, "declined")

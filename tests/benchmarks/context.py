@@ -26,7 +26,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from tests.benchmarks.rows_maxtext import Row, against, parser, step
+from tests.benchmarks.rows_maxtext import Row, compiled, parser, print_sent, step
 from tests.benchmarks.traffic import sharded
 from xform import topologies
 from xform.aot import OutOfDeviceMemory, compile_lowered
@@ -94,23 +94,10 @@ def main(arguments: list[str]) -> None:
         if options.balance:
             uses[-1] += f",balance={options.balance}"
         made, args, topology = step(row, sharded(uses, "explicit"))
-        program = made.trace(*args)
-        for line in str(program.report).splitlines():
-            if line.startswith(("context:", "shard: along", "kernels: attention")):
-                print(f"  {line}")
-        lowered = made.lower(*args).lowered
-        try:
-            found = compile_lowered(lowered, topology=topology, mesh=made.mesh, full=options.cycles)
-        except OutOfDeviceMemory as error:
-            print(f"{name:12} does not fit: {error}", flush=True)
-            continue
-        wire = sum(kind.wire_bytes for kind in found.costs.collectives.values()) / 1e9
-        temp = (found.memory["temp"] or 0) / 1e9
-        print(f"{name:12} wire {against(wire, row.wire)}  temp {against(temp, row.temp)} GB", end="")
-        print(f"  Mcycles {against(found.costs.cycles / 1e6, row.mcycles)}" if options.cycles else "")
-        for axis, kinds in found.costs.axes.items():
-            sent = ", ".join(f"{kind} {k.count} x, {k.wire_bytes / 1e9:.2f} GB" for kind, k in kinds.items())
-            print(f"  over {axis}: {sent}", flush=True)
+        notes = ("context:", "shard: along", "kernels: attention")
+        found = compiled(f"{name:12}", made, args, topology, options.cycles, notes)
+        if found is not None:
+            print_sent(f"{name:12}", found, row, full=options.cycles)
 
 
 if __name__ == "__main__":

@@ -19,10 +19,9 @@ import dataclasses
 import sys
 from typing import Any
 
-from tests.benchmarks.rows_maxtext import against, parser
+from tests.benchmarks.rows_maxtext import against, compiled, parser, print_sent
 from tests.benchmarks.traffic import sharded
 from xform import Plan, parallelize, topologies
-from xform.aot import OutOfDeviceMemory, compile_lowered
 from xform.models import deepseek, mixtral
 
 
@@ -71,24 +70,11 @@ def main(arguments: list[str]) -> None:
         uses = options.use or ["narrow", "kernels", "experts"]
         plan = Plan.from_flags(row.mesh, ["remat:policy=full", *sharded(uses, "explicit")])
         made = parallelize(fn, plan, devices=topology.devices(), donate_argnums=0)
-        for line in str(made.trace(*args).report).splitlines():
-            if line.startswith(("experts:", "shard: along", "kernels:")):
-                print(f"  {line}")
-        lowered = made.lower(*args).lowered
-        try:
-            found = compile_lowered(lowered, topology=topology, mesh=made.mesh, full=options.cycles)
-        except OutOfDeviceMemory as error:
-            print(f"{name:4} does not fit: {error}", flush=True)
-            continue
-        wire = sum(kind.wire_bytes for kind in found.costs.collectives.values()) / 1e9
-        temp = (found.memory["temp"] or 0) / 1e9
-        dots = sum(found.costs.dot_flops.values()) / 1e12
-        print(f"{name:4} wire {against(wire, row.wire)}  temp {against(temp, row.temp)} GB", end="")
-        print(f"  dot TFLOP {against(dots, row.dots)}", end="")
-        print(f"  Mcycles {against(found.costs.cycles / 1e6, row.mcycles)}" if options.cycles else "")
-        for axis, kinds in found.costs.axes.items():
-            sent = ", ".join(f"{kind} {k.count} x, {k.wire_bytes / 1e9:.2f} GB" for kind, k in kinds.items())
-            print(f"  over {axis}: {sent}", flush=True)
+        notes = ("experts:", "sparseexperts:", "shard: along", "kernels:")
+        found = compiled(name, made, args, topology, options.cycles, notes)
+        if found is not None:
+            dots = sum(found.costs.dot_flops.values()) / 1e12
+            print_sent(f"{name:4}", found, row, f"  dot TFLOP {against(dots, row.dots)}", options.cycles)
 
 
 if __name__ == "__main__":

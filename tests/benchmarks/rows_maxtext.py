@@ -13,9 +13,11 @@ import argparse
 import dataclasses
 import re
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 from tests.benchmarks.in_use import Compiled, Temporary, peak
 from xform import Plan, parallelize, topologies
+from xform.aot import OutOfDeviceMemory, Result, compile_lowered
 from xform.api import Parallelized
 from xform.models import llama
 
@@ -99,6 +101,39 @@ def wire_over(found: Compiled, axes: Collection[str]) -> float:
 def against(have: float, want: float) -> str:
     """A figure, and its ratio to another where there is one."""
     return f"{have:8.2f} ({have / want:4.2f})" if want else f"{have:8.2f} (    )"
+
+
+def compiled(
+    name: str,
+    made: Parallelized,
+    args: Sequence[object],
+    topology: topologies.Topology,
+    full: bool,
+    notes: tuple[str, ...],
+) -> Result | None:
+    """A row's step as the TPU compiler has it; prints the notes of the report that begin so, and what does not
+    fit. full: to the end.
+    """
+    for line in str(made.trace(*args).report).splitlines():
+        if line.startswith(notes):
+            print(f"  {line}")
+    lowered = made.lower(*args).lowered
+    try:
+        return compile_lowered(lowered, topology=topology, mesh=made.mesh, full=full)
+    except OutOfDeviceMemory as error:
+        print(f"{name} does not fit: {error}", flush=True)
+        return None
+
+
+def print_sent(name: str, found: Result, row: Any, more: str = "", full: bool = False) -> None:
+    """A row's bytes and temp memory against MaxText's, and what goes over each axis."""
+    wire = sum(kind.wire_bytes for kind in found.costs.collectives.values()) / 1e9
+    temp = (found.memory["temp"] or 0) / 1e9
+    cycles = f"  Mcycles {against(found.costs.cycles / 1e6, row.mcycles)}" if full else ""
+    print(f"{name} wire {against(wire, row.wire)}  temp {against(temp, row.temp)} GB{more}{cycles}")
+    for axis, kinds in found.costs.axes.items():
+        sent = ", ".join(f"{kind} {k.count} x, {k.wire_bytes / 1e9:.2f} GB" for kind, k in kinds.items())
+        print(f"  over {axis}: {sent}", flush=True)
 
 
 def parser(module: str, rows: Sequence[str]) -> argparse.ArgumentParser:

@@ -22,6 +22,7 @@ from xform.experts.combining import added
 from xform.experts.function import LOOKED, Function
 from xform.experts.operation import CHOICE, COUNTS, IDS, TOKEN
 from xform.experts.routes import ordered
+from xform.raising.flat import dtype_of
 from xform.trace import Value
 
 WEIGHT = -1
@@ -90,7 +91,7 @@ def _run(function: Function, known: Mapping[int, Value], ids: Value, looked: Val
     """The function of rows that are sorted."""
     takes: list[Any] = []
     for n, (v, kind) in enumerate(zip(function.jaxpr.invars, function.takes, strict=True)):
-        dtype = v.aval.dtype  # type: ignore[attr-defined]
+        dtype = dtype_of(v)
         if kind == IDS:
             takes.append(ids.astype(dtype))
         elif kind == COUNTS:

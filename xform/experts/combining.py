@@ -12,14 +12,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 
 from xform.axes import Scope
 from xform.errors import Decline
-from xform.raising.flat import View
+from xform.raising.flat import View, dtype_of
 from xform.trace import Atom, JaxprEqn, Literal, Value, Var
 
 MOVED = frozenset(("reshape", "transpose", "squeeze", "expand_dims", "copy"))
@@ -116,6 +116,12 @@ class Combined:
     y: Var
 
 
+def _only(eqn: JaxprEqn) -> Var:
+    """The result of an equation that has one."""
+    (v,) = eqn.outvars
+    return cast(Var, v)
+
+
 def combined(view: View, scope: Scope, z: Var) -> Combined:
     """What is made of rows that are back, z [m,j,...]. Raises Decline, with the line, where that is more than
     a sum over a token's choices.
@@ -150,13 +156,12 @@ class _Walk:
                 summed = True
             elif name not in MOVED:
                 raise self._unknown(eqn)
-            (v,) = eqn.outvars  # type: ignore[assignment]
+            v = _only(eqn)
         v = self._narrowed(v)
         wanted = (*self.tokens, *(f for dim in self.scope[self.z][2:] for f in dim))
         if tuple(f for dim in self.scope[v] for f in dim) != wanted:
             raise Decline(f"what is made of a token's choices has other dimensions ({self._line(v)})")
-        dtype: Any = v.aval.dtype  # type: ignore[attr-defined]
-        return Combined(Combine(len(self.gates), str(dtype)), tuple(self.gates), v)
+        return Combined(Combine(len(self.gates), str(dtype_of(v))), tuple(self.gates), v)
 
     def _next(self, v: Var) -> JaxprEqn:
         """The one equation that takes a value."""
@@ -171,9 +176,9 @@ class _Walk:
         if len(users) == 1 and users[0] >= 0:
             eqn = self.view.eqns[users[0]]
             if eqn.primitive.name == "convert_element_type":
-                new, old = (x.aval.dtype for x in (eqn.outvars[0], v))  # type: ignore[attr-defined]
+                new, old = dtype_of(_only(eqn)), dtype_of(v)
                 if new.itemsize < old.itemsize and new.kind == old.kind:
-                    return eqn.outvars[0]  # type: ignore[return-value]
+                    return _only(eqn)
         return v
 
     def _product(self, eqn: JaxprEqn, v: Var) -> None:
@@ -209,7 +214,7 @@ class _Walk:
         raise self._unknown(eqn)
 
     def _unknown(self, eqn: JaxprEqn) -> Decline:
-        line = self.view.line(self.view.makers[eqn.outvars[0]])  # type: ignore[index]
+        line = self._line(_only(eqn))
         return Decline(f"{eqn.primitive.name}: more than a sum over what a token's choices give ({line})")
 
     def _line(self, v: Var) -> str:

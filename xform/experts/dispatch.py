@@ -56,6 +56,7 @@ class Dispatch:
     had choices if all had the same. chunks: in which tokens are sent, one after the other. block: rows that
     are computed at once, of so many as a device has if all experts had the same. dtype: in which rows
     of tokens' features are sent, if not in their own. axes: those over which experts do lie.
+    line: the user's.
     """
 
     function: Function
@@ -69,6 +70,7 @@ class Dispatch:
     block: float = 1.0
     dtype: str = ""
     axes: Axes = ()
+    line: str = ""
 
     told = EXPERT
     interpret = False
@@ -103,12 +105,13 @@ class Dispatch:
         """
         if not self.axes or self.strategy == RING:
             return made(self._in_chunks(self._by_ring))
-        tokens, choices = ids.shape[0] // self.chunks, ids.shape[1]
+        chunks = self._chunks(ids)
+        tokens, choices = ids.shape[0] // chunks, ids.shape[1]
         by_slots = functools.partial(made, self._in_chunks(self._by_slots))
         room = self.room(tokens, choices)
         if room >= self.most(tokens, choices):
             return by_slots()
-        parts = ids.reshape(self.chunks, -1)
+        parts = ids.reshape(chunks, -1)
         full_at = ragged_overflows if self.strategy == RAGGED else overflows
         full = [full_at(part, self.axes, self.ways, self.experts, room) for part in parts]
         by_ring = functools.partial(made, self._in_chunks(self._by_ring))
@@ -116,13 +119,15 @@ class Dispatch:
 
     def _in_chunks(self, way: Way) -> Way:
         """Some tokens after the other, so that those of one chunk are sent while others are multiplied."""
-        if self.chunks == 1:
-            return way
         is_rows = [dims[:1] == "m" for dims in self.takes]
 
         def run(ids: Value, args: Sequence[Value]) -> Value:
+            chunks = self._chunks(ids)
+            if chunks == 1:
+                return way(ids, args)
+
             def cut(x: Value) -> Value:
-                return x.reshape(self.chunks, -1, *x.shape[1:])
+                return x.reshape(chunks, -1, *x.shape[1:])
 
             rows = [cut(x) if own else x for own, x in zip(is_rows, args, strict=True)]
             made = [
@@ -132,6 +137,10 @@ class Dispatch:
             return jnp.concatenate(made)
 
         return run
+
+    def _chunks(self, ids: Value) -> int:
+        """Into how many chunks tokens are cut: fewer for a microbatch that does not divide into so many."""
+        return math.gcd(self.chunks, ids.shape[0])
 
     def _by_ring(self, ids: Value, args: Sequence[Value]) -> Value:
         """All tokens of the devices of experts on each, and sums of what they give."""
@@ -243,7 +252,7 @@ class DispatchForward(Dispatch):
         return (self.given,)
 
     def over(self, axes: Mapping[str, Axes]) -> DispatchForward:
-        return dataclasses.replace(self, axes=axes["x"])
+        return dataclasses.replace(self, axes=axes[EXPERT])
 
     @jax.named_scope("dispatch")
     def plain(self, *args: Value) -> Sequence[Value]:
@@ -280,7 +289,7 @@ class DispatchBackward(Dispatch):
         return (*floats, *range(len(self.function.taken), len(self.takes)))
 
     def over(self, axes: Mapping[str, Axes]) -> DispatchBackward:
-        return dataclasses.replace(self, axes=axes["x"])
+        return dataclasses.replace(self, axes=axes[EXPERT])
 
     @jax.named_scope("dispatch")
     def plain(self, *args: Value) -> Sequence[Value]:

@@ -24,6 +24,7 @@ from xform.derivative import derivative
 from xform.experts.operation import CHOICE, COUNTS, GIVEN, IDS, LETTERS, TOKEN, Middle
 from xform.experts.sizes import Sized, local, resized, with_rows
 from xform.higher_order import bodies, equations
+from xform.raising.flat import dtype_of
 from xform.trace import Jaxpr, Literal, Value, Var, eval_jaxpr, inline, shape_of, without_dead
 
 LOOKED = "looked"
@@ -182,7 +183,7 @@ class Function:
             if not rows & {v for v in eqn.invars if isinstance(v, Var)} or eqn.primitive.name in RANGES:
                 continue
             products = [e for body in bodies(eqn) for e in equations(body) if e.primitive.name in PRODUCTS]
-            found |= {str(e.invars[0].aval.dtype) for e in products} or {""}  # type: ignore[attr-defined]
+            found |= {str(dtype_of(e.invars[0])) for e in products} or {""}
         (dtype,) = found if len(found) == 1 else ("",)
         return dtype if dtype and jnp.dtype(dtype).itemsize == 1 else ""
 
@@ -269,9 +270,9 @@ def _lookups(middle: Middle) -> dict[int, int]:
     """The equations that look up, for each row, what an array has for its expert, and which input that is."""
     jaxpr, found = middle.jaxpr, dict[int, int]()
     ids = [v for v, t in zip(jaxpr.invars, middle.takes, strict=True) if t == IDS]
-    inputs = {v: n for n, v in enumerate(jaxpr.invars)}
+    inputs: dict[Any, int] = {v: n for n, v in enumerate(jaxpr.invars)}
     for number, eqn in enumerate(jaxpr.eqns):
-        source = inputs.get(eqn.invars[0]) if eqn.primitive.name == "gather" else None  # type: ignore[arg-type]
+        source = inputs.get(eqn.invars[0]) if eqn.primitive.name == "gather" else None
         if source is None or middle.takes[source] != GIVEN or not ids or not _of_whole_rows(eqn, middle):
             continue
         if _is_by(jaxpr, eqn.invars[1], ids[0], middle) and (middle.bounded or _fills(eqn)):

@@ -20,6 +20,7 @@ from xform.experts.numbers import Drawn, Numbers, is_argsort, is_whole
 from xform.experts.operation import CHOICE, COUNTS, GIVEN, IDS, TOKEN, Middle, Sorted
 from xform.higher_order import equations, is_plain_jit
 from xform.ops import apply
+from xform.ops.marks import mark_of
 from xform.raising.flat import View, flat
 from xform.raising.placing import Claim, placed
 from xform.report import Report
@@ -27,6 +28,11 @@ from xform.tensors.runs import taken_out
 from xform.trace import Atom, Jaxpr, Literal, Value, Var, shape_of, source_line
 
 WHAT = "tokens sorted by expert"
+
+KEPT = (
+    "its products have ranges that are kept from step to step, which would be those of other tokens on each"
+    " device and in each microbatch: take a recipe that keeps none, 'int8' or 'fp8'"
+)
 
 
 def lifted(jaxpr: Jaxpr, name: str, report: Report) -> Jaxpr:
@@ -304,6 +310,8 @@ class _Dispatch:
         kinds, part = tuple(operands.values()), taken_out(view.jaxpr, eqns)
         info = part.debug_info.with_unknown_names()
         program = part.replace(invars=list(operands), outvars=list(inside.outs), debug_info=info)
+        if marked := next((eqn for eqn in equations(program) if mark_of(eqn) is not None), None):
+            raise Decline(f"{KEPT} ({source_line(marked)})")
         experts = self.drawn.experts
         bounded = self.numbers.is_bounded(experts)
         natural = bounded or self.numbers.is_natural

@@ -53,7 +53,8 @@ class Operation(Protocol):
     come in groups, whose sizes it takes: each is treated alone but for its group, results that lack it are
     sums; `groups` is the letter of the groups. `shared`: (rows, blocks, outer, ways), two letters that lie
     over the same mesh axes in `ways` parts, of rows the `outer` parts lying further out: between these the
-    operation moves things itself, and is told of the axes by the letter of the blocks.
+    operation moves things itself, and is told of the axes by the letter of the blocks. `sent`: the kind of
+    collective, and over which axes, that it is to whoever counts what is sent, of its first operand.
     """
 
     @property
