@@ -111,8 +111,8 @@ def compiled(
     full: bool,
     notes: tuple[str, ...],
 ) -> Result | None:
-    """A row's step as the TPU compiler has it; prints the notes of the report that begin so, and what does not
-    fit. full: to the end.
+    """A row's step as the TPU compiler has it; prints the notes of the report that begin so, and what does
+    not fit. full: to the end.
     """
     for line in str(made.trace(*args).report).splitlines():
         if line.startswith(notes):
