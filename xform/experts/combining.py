@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -119,7 +119,7 @@ class Combined:
 def _only(eqn: JaxprEqn) -> Var:
     """The result of an equation that has one."""
     (v,) = eqn.outvars
-    return cast(Var, v)
+    return v
 
 
 def combined(view: View, scope: Scope, z: Var) -> Combined:
